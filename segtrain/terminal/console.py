@@ -1,0 +1,55 @@
+"""Where text goes: a console on stdout, whether it may be animated, and lines free of markup and control codes."""
+
+import os
+import sys
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.text import Text
+
+WIDEST = 100
+
+
+def make_console() -> Console:
+    """A console on stdout. Only a real terminal counts as one, whatever FORCE_COLOR says."""
+    terminal = sys.stdout.isatty()
+    return Console(force_terminal=terminal, highlight=False, markup=False, emoji=False)
+
+
+def is_live(console: Console, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether colours and a moving line are welcome: a terminal, and none of NO_COLOR, CI, TERM=dumb."""
+    env = os.environ if environment is None else environment
+    refused = env.get("NO_COLOR") or env.get("CI", "").lower() not in ("", "0", "false") or env.get("TERM") == "dumb"
+    return console.is_terminal and not console.is_dumb_terminal and not refused
+
+
+def line_width(console: Console) -> int:
+    """Columns for running text: the console's, but neither absurdly narrow nor too wide to read."""
+    return max(40, min(console.width, WIDEST))
+
+
+def write(console: Console, *lines: str | Text, styled: bool | None = None) -> None:
+    """Print lines as they are: no wrapping, no markup; styles only where `styled` (default: `is_live`).
+
+    What the output's encoding lacks is written as an escape instead of raising.
+    """
+    colours = is_live(console) if styled is None else styled
+    for line in lines:
+        text = line if isinstance(line, Text) else Text(line)
+        shown = text if colours else Text(text.plain)
+        if not _fits(shown.plain, console.encoding):
+            shown = Text(shown.plain.encode(console.encoding, "backslashreplace").decode(console.encoding))
+        console.print(shown, soft_wrap=True, markup=False, highlight=False, emoji=False)
+
+
+def unicode_bars(console: Console) -> bool:
+    """Whether block characters can be written at all."""
+    return _fits("█▌░━", console.encoding)
+
+
+def _fits(text: str, encoding: str) -> bool:
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
