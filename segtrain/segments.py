@@ -29,11 +29,11 @@ class Segment:
         return f"[{self.lo}:{self.hi}]"
 
 
-def cuts(layers: int, size: int) -> list[tuple[int, int]]:
-    """Split `range(layers)` into runs of `size` layers; the last one may be shorter."""
+def cuts(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    """Split `range(start, stop)` into runs of `size` layers; the last one may be shorter."""
     if size < 1:
         raise ValueError(f"segment_size must be at least 1, not {size}")
-    return [(lo, min(lo + size, layers)) for lo in range(0, layers, size)]
+    return [(lo, min(lo + size, stop)) for lo in range(start, stop, size)]
 
 
 def split(layers: int, bounds: Sequence[tuple[int, int]], reads: LayerNames, writes: LayerNames) -> list[Segment]:

@@ -1,0 +1,342 @@
+"""Backward passes: one gradient, two ways to get it.
+
+Segmented. Let the layers be cut into segments S_1 .. S_n, with carries c_0 (embeddings) .. c_n. Then
+
+    forward:   c_k = S_k(c_{k-1}; p_k)             only the carries are kept
+    head:      L(c_n) and dL/dc_n                   a chunk of rows at a time (logprobs.py)
+    backward:  dL/dc_{k-1}, dL/dp_k = vjp of S_k at (c_{k-1}, p_k) applied to dL/dc_k        for k = n .. 1
+
+so only one segment has its activations live at a time. c_k is a dict of named arrays: the hidden states `h`, and whatever
+else crosses a segment edge. A carry that several segments read collects the sum of their cotangents before its writer's turn.
+Segments below the lowest trainable layer get no backward.
+
+The last `keep` layers may be kept whole: their activations stay from forward to backward instead of being recomputed. `mx.vjp` wants its
+cotangent beforehand, but dL/dc_n is known only after the head, so the kept segment's vjp is taken of the
+scalar <c_n, dL/dc_n>: the function evaluates c_n, whose graph MLX keeps while it traces, runs the head on a copy of c_n outside the
+trace, and returns the product, whose cotangent with respect to c_n is exactly dL/dc_n.
+
+For very long rows the carries themselves are too much: with `stride` s only every s-th edge is kept, and the edges between are
+recomputed, a group of s segments at a time, when backward reaches them.
+
+Full. `FullBackward` is plain reverse-mode autodiff over the model's own forward pass: the reference in tests, and
+the faster way for short rows.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import mlx.core as mx
+
+from segtrain.layouts import Layout, Span, Stream
+from segtrain.logprobs import cotangent, log_softmax_at, score
+from segtrain.lora import Lora, Slot, swapped
+from segtrain.losses import Loss, LossValue, value_and_grad
+from segtrain.segments import HIDDEN, Segment, cuts, split
+
+Carry: TypeAlias = dict[str, mx.array]
+Meter: TypeAlias = Callable[[str, int], AbstractContextManager[None]]
+"""(phase, stream number) -> a context around that phase: where memory and time are read."""
+
+
+class Tape(Protocol):
+    """What a stack remembers of one stream."""
+
+    @property
+    def embedded(self) -> mx.array: ...
+
+
+class Stack(Protocol):
+    """A model whose layers run by ranges (`models.stack.LayerStack`)."""
+
+    def __len__(self) -> int: ...
+    def reads(self, i: int) -> tuple[str, ...]: ...
+    def writes(self, i: int) -> tuple[str, ...]: ...
+    def begin(self, stream: Stream) -> Tape: ...
+    def run(self, tape: Tape, carry: Mapping[str, mx.array], lo: int, hi: int) -> Carry: ...
+    def logits(self, h: mx.array) -> mx.array: ...
+    def whole(self, stream: Stream) -> mx.array: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """The loss of one row, and the gradient of its *total* (not yet divided by its weight) by parameter name."""
+
+    loss: LossValue
+    grads: dict[str, mx.array]
+
+
+class Backward(Protocol):
+    def step(self, layout: Layout) -> Step: ...
+    def evaluate(self, layout: Layout) -> LossValue: ...
+
+
+def no_meter(phase: str, stream: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class Evaluator:
+    """Evaluates each phase's results, awaiting them `lookahead` phases later (0: at once, the least memory)."""
+
+    def __init__(self, lookahead: int = 0):
+        self.lookahead = lookahead
+        self._pending: deque = deque()
+
+    def __call__(self, results: object) -> None:
+        if not self.lookahead:
+            mx.eval(results)
+            return
+        mx.async_eval(results)
+        self._pending.append(results)
+        while len(self._pending) > self.lookahead:
+            mx.eval(self._pending.popleft())
+
+    def drain(self) -> None:
+        while self._pending:
+            mx.eval(self._pending.popleft())
+
+
+class SegmentedBackward:
+    """Backward segment by segment.
+
+    Of the layers, `segment_size` are live at a time; the head takes `head_chunk` rows at a time; the activations of the last
+    `keep` layers stay from forward to backward; carries are kept at every `stride`-th segment edge.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        lora: Lora,
+        loss: Loss,
+        *,
+        segment_size: int = 1,
+        head_chunk: int = 256,
+        keep: int = 0,
+        stride: int = 1,
+        lookahead: int = 0,
+        meter: Meter = no_meter,
+    ):
+        if head_chunk < 1:
+            raise ValueError(f"head_chunk must be at least 1, not {head_chunk}")
+        self.stack, self.lora, self.loss, self.meter = stack, lora, loss, meter
+        self.head_chunk, self.lookahead = head_chunk, lookahead
+        frozen, kept_from = lora.lowest, max(len(stack) - keep, lora.lowest)
+        ranges = [(0, frozen, segment_size), (frozen, kept_from, segment_size), (kept_from, len(stack), len(stack))]
+        bounds = [cut for lo, hi, size in ranges for cut in cuts(lo, hi, size)]
+        segments = split(len(stack), bounds, stack.reads, stack.writes)
+        self.frozen = [s for s in segments if s.hi <= frozen]
+        self.kept = [s for s in segments if keep and s.lo >= kept_from]
+        rest = [s for s in segments if s.lo >= frozen and s not in self.kept]
+        self.groups = [rest[i : i + stride] for i in range(0, len(rest), stride)]
+
+    def step(self, layout: Layout) -> Step:
+        """One row's loss and gradients. `layout`'s streams are independent but for the loss."""
+        settle = Evaluator(self.lookahead)
+        tapes = [self.stack.begin(stream) for stream in layout.streams]
+        saved: list[list[Carry]] = []  # per stream: the carry at the start of each group
+        last: list[Carry] = []
+        for number, tape in enumerate(tapes):
+            _, *starts, final = self._forward(
+                number, tape, {HIDDEN: tape.embedded}, [self.frozen, *self.groups], settle
+            )
+            saved.append(starts)
+            last.append(final)
+            del starts, final
+        if self.kept:
+            value, cotangents, grads = self._kept(layout, tapes, last)
+        else:
+            settle.drain()
+            value, dhs = self._head(layout, [carry[HIDDEN] for carry in last])
+            cotangents, grads = [{HIDDEN: dh} for dh in dhs], {}
+        del last
+        for number, tape in enumerate(tapes):
+            self._backward(number, tape, saved[number], cotangents[number], grads, settle)
+        settle.drain()
+        return Step(value, grads)
+
+    def evaluate(self, layout: Layout) -> LossValue:
+        """The loss alone, without dropout."""
+        settle = Evaluator(self.lookahead)
+        sums: dict[str, mx.array] = {}
+        with self.lora.dropout_keys.disabled():
+            for number, stream in enumerate(layout.streams):
+                tape = self.stack.begin(stream)
+                groups = [self.frozen, *self.groups, self.kept]
+                h = self._forward(number, tape, {HIDDEN: tape.embedded}, groups, settle)[-1][HIDDEN]
+                scores = self._score(layout, number, h, gradient=False)
+                sums |= {name: logp for name, (_, logp, _) in scores.items()}
+        return self.loss(sums, _counts(layout))
+
+    def _forward(
+        self, number: int, tape: Tape, carry: Carry, groups: Sequence[Sequence[Segment]], settle: Evaluator
+    ) -> list[Carry]:
+        """Run segments in order; returns the carry at the start of each group, and the last one."""
+        edges = []
+        self.lora.dropout_keys.stream = number
+        for group in groups:
+            edges.append(carry)
+            for segment in group:
+                with self.meter(f"forward{segment}", number):
+                    out = self.stack.run(tape, _pick(carry, segment.reads), segment.lo, segment.hi)
+                    carry = carry | _pick(out, segment.writes)
+                    del out
+                    settle(_pick(carry, segment.writes))
+        return [*edges, carry]
+
+    def _score(
+        self, layout: Layout, number: int, h: mx.array, *, gradient: bool
+    ) -> dict[str, tuple[Span, mx.array, list[mx.array]]]:
+        """Per span of stream `number`: the span, its sum of log-probs, and its unit gradient in chunks."""
+        scores = {}
+        with self.meter("head", number):
+            for name, span in layout.spans.items():
+                if span.stream == number:
+                    scored = score(self.stack.logits, h, span, self.head_chunk, gradient=gradient)
+                    scores[name] = (span, scored.logp, scored.units)
+        return scores
+
+    def _head(self, layout: Layout, hidden: Sequence[mx.array]) -> tuple[LossValue, list[mx.array]]:
+        """The loss, and its gradient with respect to each stream's last hidden states."""
+        scores = [self._score(layout, number, h, gradient=True) for number, h in enumerate(hidden)]
+        sums = {name: logp for stream in scores for name, (_, logp, _) in stream.items()}
+        value, slopes = value_and_grad(self.loss, sums, _counts(layout))
+        dhs = []
+        for h, stream in zip(hidden, scores, strict=True):
+            dhs.append(cotangent(h, [(span, units, slopes[name]) for name, (span, _, units) in stream.items()]))
+            mx.eval(dhs[-1])
+            stream.clear()
+        mx.eval(value.total, value.metrics)
+        return value, dhs
+
+    def _kept(
+        self, layout: Layout, tapes: Sequence[Tape], carries: Sequence[Carry]
+    ) -> tuple[LossValue, list[Carry], dict[str, mx.array]]:
+        """Kept segments of all streams and the head in one transform: value, cotangents of `carries`, gradients."""
+        (segment,) = self.kept
+        slots = self.lora.slots(segment.lo, segment.hi)
+        width = len(segment.reads)
+        value: list[LossValue] = []
+
+        def product(*inputs: mx.array) -> list[mx.array]:
+            hidden = []
+            with swapped(slots, inputs[width * len(tapes) :]):
+                for number, tape in enumerate(tapes):
+                    self.lora.dropout_keys.stream = number
+                    carry = dict(zip(segment.reads, inputs[width * number : width * (number + 1)], strict=True))
+                    with self.meter(f"forward{segment}", number):
+                        hidden.append(self.stack.run(tape, carry, segment.lo, segment.hi)[HIDDEN])
+                        mx.eval(hidden[-1])
+            loss, dhs = self._head(layout, [untraced(h) for h in hidden])
+            value.append(loss)
+            return [mx.stack([(h * dh).sum() for h, dh in zip(hidden, dhs, strict=True)]).sum()]
+
+        inputs = [carry[name] for carry in carries for name in segment.reads]
+        _, grads = mx.vjp(product, [*inputs, *(slot.value for slot in slots)], [mx.ones((), inputs[0].dtype)])
+        with self.meter(f"backward{segment}", 0):
+            end = len(grads)
+            for layer in reversed(self.lora.layers[segment.lo : segment.hi]):  # the last layer's first: frees most
+                end, stop = end - len(layer), end
+                mx.eval(grads[end:stop])
+            mx.eval(grads)
+        cotangents = [
+            dict(zip(segment.reads, grads[width * n : width * (n + 1)], strict=True)) for n in range(len(tapes))
+        ]
+        return value[0], cotangents, {s.name: g for s, g in zip(slots, grads[len(inputs) :], strict=True)}
+
+    def _backward(
+        self,
+        number: int,
+        tape: Tape,
+        saved: list[Carry],
+        cotangents: Carry,
+        grads: dict[str, mx.array],
+        settle: Evaluator,
+    ) -> None:
+        """From the last group to the first; adds to `grads`."""
+        self.lora.dropout_keys.stream = number
+        for group in reversed(self.groups):
+            edges = self._forward(number, tape, saved.pop(), [[s] for s in group[:-1]], settle)
+            for segment in reversed(group):
+                with self.meter(f"backward{segment}", number):
+                    self._segment_vjp(tape, segment, edges.pop(), cotangents, grads, settle)
+
+    def _segment_vjp(
+        self,
+        tape: Tape,
+        segment: Segment,
+        carry: Carry,
+        cotangents: Carry,
+        grads: dict[str, mx.array],
+        settle: Evaluator,
+    ) -> None:
+        """Replace the cotangents of what `segment` writes by those of what it reads; add its parameters' gradients."""
+        slots = self.lora.slots(segment.lo, segment.hi)
+        reads = segment.reads if segment.lo > self.lora.lowest else ()
+        fixed = {name: carry[name] for name in segment.reads if name not in reads}
+
+        def outputs(*inputs: mx.array) -> list[mx.array]:
+            given = fixed | dict(zip(reads, inputs[: len(reads)], strict=True))
+            with swapped(slots, inputs[len(reads) :]):
+                out = self.stack.run(tape, given, segment.lo, segment.hi)
+            return [out[name] for name in segment.writes]
+
+        inputs = [*(carry[name] for name in reads), *(slot.value for slot in slots)]
+        _, results = mx.vjp(outputs, inputs, [cotangents.pop(name) for name in segment.writes])
+        for name, grad in zip(reads, results[: len(reads)], strict=True):
+            cotangents[name] = cotangents[name] + grad if name in cotangents else grad
+        for slot, grad in zip(slots, results[len(reads) :], strict=True):
+            grads[slot.name] = grads[slot.name] + grad if slot.name in grads else grad
+        del results
+        settle([[cotangents[name] for name in reads], [grads[slot.name] for slot in slots]])
+
+
+class FullBackward:
+    """Reverse-mode autodiff over the model's own forward pass, all activations and logits of a row live at once."""
+
+    def __init__(self, stack: Stack, lora: Lora, loss: Loss, *, head_chunk: int = 256, meter: Meter = no_meter):
+        self.stack, self.lora, self.loss, self.meter = stack, lora, loss, meter
+
+    def step(self, layout: Layout) -> Step:
+        slots = self.lora.slots()
+
+        def total(values: list[mx.array]) -> tuple[mx.array, dict[str, mx.array]]:
+            with swapped(slots, values):
+                value = self._loss(layout)
+            weight.append(value.weight)
+            return value.total, value.metrics
+
+        weight: list[float] = []
+        with self.meter("step", 0):
+            (loss, metrics), grads = mx.value_and_grad(total)([slot.value for slot in slots])
+            mx.eval(loss, metrics, grads)
+        value = LossValue(loss, weight[0], metrics)
+        return Step(value, {slot.name: grad for slot, grad in zip(slots, grads, strict=True)})
+
+    def evaluate(self, layout: Layout) -> LossValue:
+        with self.lora.dropout_keys.disabled():
+            return self._loss(layout)
+
+    def _loss(self, layout: Layout) -> LossValue:
+        sums = {}
+        for number, stream in enumerate(layout.streams):
+            self.lora.dropout_keys.stream = number
+            logits = self.stack.whole(stream)
+            for name, span in layout.spans.items():
+                if span.stream == number:
+                    sums[name] = log_softmax_at(mx.take(logits, span.rows, axis=-2), span.targets).sum()
+        return self.loss(sums, _counts(layout))
+
+
+def untraced(array: mx.array) -> mx.array:
+    """The same values, in an array that no running transform traces. `array` must be evaluated."""
+    return mx.from_dlpack(array)
+
+
+def _counts(layout: Layout) -> dict[str, int]:
+    return {name: len(span) for name, span in layout.spans.items()}
+
+
+def _pick(carry: Mapping[str, mx.array], names: Sequence[str]) -> Carry:
+    return {name: carry[name] for name in names}

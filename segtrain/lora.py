@@ -1,0 +1,236 @@
+"""LoRA on a model's layers: attach, list the trainable parameters by layer, swap them for a transform.
+
+y = base(x) + scale * (dropout(x) A) B, with A [in, r] uniform in +-1/sqrt(in) and B [r, out] zero. A and B are float32 masters and are
+multiplied in the activations' dtype. Parameter names, shapes and module nesting are mlx-lm's, so the files load there.
+
+Dropout must be the same in the forward pass and in its recomputation, and different for each row, layer and module: its mask is drawn from
+a key made of (seed, row number, stream number, module name) and of nothing else.
+"""
+
+import fnmatch
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+ALL_LINEAR = "all-linear"
+LINEAR = (nn.Linear, nn.QuantizedLinear)
+EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+
+
+@dataclass
+class DropoutKeys:
+    """The random state of every dropout in a model, set by the engine for the row and stream at hand."""
+
+    seed: int = 0
+    row: int = 0
+    stream: int = 0
+    active: bool = True
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """No dropout while the block runs (evaluation)."""
+        before, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def key(self, module: str) -> mx.array:
+        digest = hashlib.blake2b(f"{self.seed}/{self.row}/{self.stream}/{module}".encode(), digest_size=8).digest()
+        return mx.random.key(int.from_bytes(digest, "little"))
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Inverted dropout of probability `p`, keyed by module name."""
+
+    p: float
+    module: str
+    keys: DropoutKeys
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if not self.p or not self.keys.active:
+            return x
+        kept = mx.random.bernoulli(1 - self.p, x.shape, key=self.keys.key(self.module))
+        return mx.where(kept, x * (1 / (1 - self.p)), mx.zeros((), x.dtype)).astype(x.dtype)
+
+
+class LoRALinear(nn.Module):
+    """LoRA on a dense or quantised linear layer: A [in, r], B [r, out]."""
+
+    def __init__(self, linear: nn.Module, rank: int, scale: float, dropout: Dropout):
+        super().__init__()
+        self.linear = linear
+        self.scale = scale
+        self._dropout = dropout
+        outputs, inputs = _dense_shape(linear)
+        self.lora_a = mx.zeros((inputs, rank))
+        self.lora_b = mx.zeros((rank, outputs))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.linear(x)
+        z = (self._dropout(x) @ self.lora_a.astype(x.dtype)) @ (self.scale * self.lora_b).astype(x.dtype)
+        return y + z.astype(y.dtype)
+
+
+class LoRASwitchLinear(nn.Module):
+    """LoRA on stacked experts: A [E, r, in], B [E, out, r]; `indices` name each row's expert."""
+
+    def __init__(self, linear: nn.Module, rank: int, scale: float, dropout: Dropout):
+        super().__init__()
+        self.linear = linear
+        self.scale = scale
+        self._dropout = dropout
+        experts, outputs, inputs = _dense_shape(linear)
+        self.num_experts = experts
+        self.lora_a = mx.zeros((experts, rank, inputs))
+        self.lora_b = mx.zeros((experts, outputs, rank))
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        y = self.linear(x, indices, sorted_indices=sorted_indices)
+        z = self._dropout(x)
+        for weight in (self.lora_a, self.scale * self.lora_b):
+            weight = weight.astype(x.dtype).swapaxes(-1, -2)
+            z = mx.gather_mm(z, weight, rhs_indices=indices, sorted_indices=sorted_indices)
+        return y + z.astype(y.dtype)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One trainable array: its name in adapter files and where it sits in the model."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    @property
+    def value(self) -> mx.array:
+        return self.module[self.key]
+
+
+@dataclass
+class Lora:
+    """The trainable parameters of a model, by layer."""
+
+    layers: list[list[Slot]]
+    keys: list[str]
+    rank: int
+    scale: float
+    dropout: float
+    dropout_keys: DropoutKeys = field(default_factory=DropoutKeys)
+
+    @property
+    def lowest(self) -> int:
+        """The lowest layer with a trainable parameter: nothing below it needs a backward pass."""
+        return next(i for i, slots in enumerate(self.layers) if slots)
+
+    def slots(self, lo: int = 0, hi: int | None = None) -> list[Slot]:
+        return [slot for layer in self.layers[lo:hi] for slot in layer]
+
+    def values(self) -> dict[str, mx.array]:
+        return {slot.name: slot.value for slot in self.slots()}
+
+    def set(self, values: dict[str, mx.array]) -> None:
+        for slot in self.slots():
+            slot.module[slot.key] = values[slot.name]
+
+
+@contextmanager
+def swapped(slots: Sequence[Slot], values: Sequence[mx.array]) -> Iterator[None]:
+    """Put `values` (a transform's tracers) in the slots, and the old arrays back whatever happens."""
+    old = [slot.value for slot in slots]
+    try:
+        for slot, value in zip(slots, values, strict=True):
+            slot.module[slot.key] = value
+        yield
+    finally:
+        for slot, value in zip(slots, old, strict=True):
+            slot.module[slot.key] = value
+
+
+def attach(
+    model: nn.Module,
+    *,
+    rank: int,
+    scale: float,
+    dropout: float = 0.0,
+    targets: str | Sequence[str] = ALL_LINEAR,
+    layers: tuple[int, int] | None = None,
+    seed: int = 0,
+) -> Lora:
+    """Freeze `model` and put LoRA on the targeted linear layers of `model.layers[lo:hi]`.
+
+    A target is a module name (`q_proj`), a path within a layer (`self_attn.q_proj`), or a glob over either. Raises ValueError
+    for a target that matches nothing (naming those that exist) and for a layer range outside the model.
+    """
+    lo, hi = _layer_range(len(model.layers), layers)
+    model.freeze()
+    paths = _layer_paths(model)
+    keys = _targeted([paths[i] for i in range(lo, hi)], targets)
+    lora = Lora([[] for _ in paths], sorted(keys), rank, scale, dropout, DropoutKeys(seed))
+    for i in range(lo, hi):
+        for path, (name, linear) in paths[i].items():
+            if path in keys:
+                kind = LoRASwitchLinear if isinstance(linear, EXPERTS) else LoRALinear
+                module = kind(linear, rank, scale, Dropout(dropout, name, lora.dropout_keys))
+                module.linear.freeze()
+                module.lora_a = _initial_a(module.lora_a.shape, linear, name, seed)
+                model.layers[i].update_modules(tree_unflatten([(path, module)]))
+                lora.layers[i] += [Slot(f"{name}.{key}", module, key) for key in ("lora_a", "lora_b")]
+    model.train()
+    mx.eval([slot.value for slot in lora.slots()])
+    return lora
+
+
+def _layer_range(total: int, layers: tuple[int, int] | None) -> tuple[int, int]:
+    lo, hi = layers or (0, total)
+    if not 0 <= lo < hi <= total:
+        raise ValueError(f"lora.layers [{lo}, {hi}] is outside the model's {total} layers")
+    return lo, hi
+
+
+def _layer_paths(model: nn.Module) -> list[dict[str, tuple[str, nn.Module]]]:
+    """Per layer: path within the layer -> (full name, linear module)."""
+    names = {id(module): name for name, module in model.named_modules()}
+    paths = []
+    for layer in model.layers:
+        linears = {p: m for p, m in layer.named_modules() if isinstance(m, (*LINEAR, *EXPERTS))}
+        paths.append({path: (names[id(module)], module) for path, module in sorted(linears.items())})
+    return paths
+
+
+def _targeted(layers: Sequence[dict[str, Any]], targets: str | Sequence[str]) -> set[str]:
+    available = {path for layer in layers for path in layer}
+    if targets == ALL_LINEAR:
+        return available
+    keys: set[str] = set()
+    for target in [targets] if isinstance(targets, str) else targets:
+        hits = {path for path in available if _matches(path, target)}
+        if not hits:
+            choices = ", ".join(sorted({path.rsplit(".", 1)[-1] for path in available}))
+            raise ValueError(f"lora.targets: {target!r} matches no linear layer of this model; it has {choices}")
+        keys |= hits
+    return keys
+
+
+def _matches(path: str, target: str) -> bool:
+    tail = path.rsplit(".", 1)[-1]
+    return path.endswith("." + target) or any(fnmatch.fnmatchcase(p, target) for p in (path, tail))
+
+
+def _dense_shape(linear: nn.Module) -> tuple[int, ...]:
+    *outer, inputs = linear.weight.shape
+    return (*outer, inputs * 32 // linear.bits if "scales" in linear else inputs)
+
+
+def _initial_a(shape: tuple[int, ...], linear: nn.Module, name: str, seed: int) -> mx.array:
+    bound = 1 / math.sqrt(_dense_shape(linear)[-1])
+    return mx.random.uniform(-bound, bound, shape, key=DropoutKeys(seed).key(f"init/{name}"))

@@ -1,0 +1,98 @@
+"""Losses: pure functions of the spans' log-probabilities.
+
+A loss sees each span's *sum* of token log-probs (float32 scalar) and its token count. So its gradient is one number per span, and
+the head needs a single pass: it keeps each span's unit gradient d(sum)/dh and scales it afterwards.
+
+A value is a total with a weight: an update divides the totals (and gradients) of its rows by the sum of their weights. For `sft` the
+weight is the number of supervised tokens, so accumulation gives the mean over tokens, not a mean of means; for
+`orpo` it is one a pair.
+
+ORPO (Hong et al. 2024, arXiv:2403.07691), with l the *mean* log-prob of a response:
+
+    L        = NLL + beta * softplus(-log_odds)
+    log_odds = (lw - lr) - (log(1 - exp lw) - log(1 - exp lr))
+    dL/dlog_odds = -beta * sigmoid(-log_odds),   dlog_odds/dl = 1 / (1 - exp l)
+
+`1 - exp l` vanishes as l -> 0, when the model is sure of a whole response; l is held below -EPSILON there, with zero gradient, so that
+neither log_odds nor its slope overflows.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import mlx.core as mx
+
+from segtrain.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE
+
+EPSILON = 1e-6  # nats a token: exp(-EPSILON) is the largest mean probability that is told apart from 1 in float32
+
+Sums: TypeAlias = Mapping[str, mx.array]
+Counts: TypeAlias = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class LossValue:
+    """`total` / `weight` is the loss; `metrics` are float32 scalars, averaged over rows."""
+
+    total: mx.array
+    weight: float
+    metrics: dict[str, mx.array]
+
+
+Loss: TypeAlias = Callable[[Sums, Counts], LossValue]
+
+
+def sft(sums: Sums, counts: Counts) -> LossValue:
+    """Cross-entropy summed over the supervised tokens."""
+    return LossValue(-sums[RESPONSE], float(counts[RESPONSE]), {})
+
+
+def orpo(beta: float = 0.1, sft_scope: Literal["full", "response"] = "full") -> Loss:
+    """The ORPO loss of one pair. `sft_scope: full` takes the NLL over prompt and chosen, as TRL does."""
+    if beta < 0:
+        raise ValueError(f"orpo.beta must be 0 or more, not {beta}")
+
+    def loss(sums: Sums, counts: Counts) -> LossValue:
+        chosen, rejected = sums[CHOSEN] / counts[CHOSEN], sums[REJECTED] / counts[REJECTED]
+        nll = -chosen
+        if sft_scope == "full" and PROMPT in sums:
+            nll = -(sums[PROMPT] + sums[CHOSEN]) / (counts[PROMPT] + counts[CHOSEN])
+        odds = log_odds(chosen) - log_odds(rejected)
+        metrics = {
+            "nll": nll,
+            "log_odds": odds,
+            "chosen_logp": chosen,
+            "rejected_logp": rejected,
+            "accuracy": (chosen > rejected).astype(mx.float32),
+        }
+        return LossValue(nll + beta * mx.logaddexp(mx.array(0.0), -odds), 1.0, metrics)
+
+    return loss
+
+
+def log_odds(logp: mx.array) -> mx.array:
+    """log(p / (1 - p)) from log p, finite and with a finite slope for every log p <= 0."""
+    logp = mx.minimum(logp, -EPSILON)
+    return logp - log1mexp(logp)
+
+
+def log1mexp(x: mx.array) -> mx.array:
+    """log(1 - exp x) for x < 0 without cancellation (Mächler 2012): expm1 near 0, log1p far below.
+
+    Each branch is fed a harmless argument where the other one is taken, so that no infinite slope times zero appears.
+    """
+    near = x > -0.6931472
+    return mx.where(near, mx.log(-mx.expm1(mx.where(near, x, -1.0))), mx.log1p(-mx.exp(mx.where(near, -1.0, x))))
+
+
+def value_and_grad(loss: Loss, sums: Sums, counts: Counts) -> tuple[LossValue, dict[str, mx.array]]:
+    """The loss, and its gradient with respect to each span's sum."""
+    value: list[LossValue] = []
+
+    def total(inputs: dict[str, mx.array]) -> mx.array:
+        value.append(loss(inputs, counts))
+        return value[-1].total
+
+    grads = mx.grad(total)(dict(sums))
+    return loss(sums, counts), grads

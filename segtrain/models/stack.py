@@ -1,0 +1,293 @@
+"""A model's layers as a stack that runs any range of them, learnt by watching the model run itself.
+
+No family's `embed -> layers -> norm -> head` is written again here. `begin` calls the model with its layers intercepted (only
+embeddings and constants are computed) and records what each layer is called with. Three kinds of argument come out:
+
+- the hidden states: the first array argument, which must be the previous layer's output;
+- other arrays that an earlier layer made, recognised by identity or through its cache: *carries*, such as a donor's keys and values;
+- everything else: constants of the stream (masks, per-layer inputs), evaluated once.
+
+`run` replays the recorded calls of layers lo..hi-1 on given carries; it is what both the forward pass and `mx.vjp` use. `logits`
+calls the model with its layers as identities, which leaves the final norm, projection, scale and soft-cap. A model whose layers
+are called out of order, skipped, twice, or with glue between them is refused.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from segtrain.layouts import Stream
+from segtrain.models.capture import arrays, intercept, leaves, map_tree
+from segtrain.models.stream_ops import StreamCache, stream_ops
+from segtrain.segments import HIDDEN
+
+
+class UnsupportedModel(ValueError):
+    """The model can't be run layer range by layer range; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Carry:
+    """Stands in a recorded argument for an array that arrives as a carry."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """What is true of a layer whatever the stream."""
+
+    reads: tuple[str, ...]  # carries beside h that its arguments or caches bring
+    returns: tuple[str, ...]  # names of the floating-point arrays that it returns beside h
+    caches: tuple[int, ...]  # numbers of the caches that it is given
+    result: Any  # its result with arrays as `_Carry` (h), or as the names in `returns`
+    rewritten: tuple[tuple[nn.Module, str], ...]  # weights that its forward pass assigns
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One layer call on one stream: arguments, with `_Carry` for what is not a constant."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    caches: dict[int, StreamCache]
+
+
+@dataclass(frozen=True)
+class Tape:
+    """A stream and the recorded calls of its layers; `embedded` is h before layer 0, [..., T, H]."""
+
+    stream: Stream
+    embedded: mx.array
+    calls: list[_Call]
+
+
+class LayerStack:
+    """The layers of an mlx-lm model, to be run by ranges. Raises `UnsupportedModel` where that is not possible."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.layers = list(model.layers)
+        self.attention_only = _attention_only(model)
+        learner = _Learner(self.layers)
+        self._record(Stream(mx.zeros((1, 4), mx.int32)), learner)
+        self._signatures = learner.signatures
+        self._crossing = {name for signature in self._signatures for name in signature.reads}
+        self._writes = _first_writers(self._signatures, self._crossing)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def reads(self, i: int) -> tuple[str, ...]:
+        """Carries beside `h` that layer `i` uses."""
+        return self._signatures[i].reads
+
+    def writes(self, i: int) -> tuple[str, ...]:
+        """Carries beside `h` that layer `i` makes and a later layer uses."""
+        return self._writes[i]
+
+    def begin(self, stream: Stream) -> Tape:
+        """Record the model's calls on `stream`; embeddings and constants are evaluated, no layer runs."""
+        tape = self._record(stream, _Recorder(self._signatures))
+        mx.eval(tape.embedded, [arrays((call.args, call.kwargs)) for call in tape.calls])
+        return tape
+
+    def run(self, tape: Tape, carry: Mapping[str, mx.array], lo: int, hi: int) -> dict[str, mx.array]:
+        """Layers lo..hi-1 on `carry` (`h` and what they read): `carry` updated by all they make, unevaluated."""
+        known = dict(carry)
+        with stream_ops(tape.stream):
+            for i in range(lo, hi):
+                self._replay(i, tape.calls[i], known)
+        return known
+
+    def logits(self, h: mx.array) -> mx.array:
+        """What the model makes of `h` [..., M, H] after its last layer: logits [1, M, V]."""
+        last = len(self.layers) - 1
+        h = h.reshape(h.shape)  # an object of our own: some models assign into it
+
+        def identity(i: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+            return _placeholder(self._signatures[i].result, h if i == last else _hidden(args, kwargs))
+
+        with intercept(self.layers, identity):
+            return self.model(mx.zeros((1, h.shape[-2]), mx.int32))
+
+    def whole(self, stream: Stream) -> mx.array:
+        """The model's own forward pass on `stream`: logits [1, T, V], nothing captured."""
+        caches = self._caches(stream)
+        with stream_ops(stream):
+            return self.model(stream.tokens, cache=caches) if caches else self.model(stream.tokens)
+
+    def _record(self, stream: Stream, recorder: "_Recorder") -> Tape:
+        if stream.branches and not self.attention_only:
+            raise UnsupportedModel("a model with recurrent layers can't share a prefix: use two streams")
+        with intercept(self.layers, recorder):
+            self.whole(stream)
+        if len(recorder.calls) != len(self.layers):
+            raise UnsupportedModel(f"the model calls {len(recorder.calls)} of its {len(self.layers)} layers")
+        assert recorder.embedded is not None
+        return Tape(stream, recorder.embedded, recorder.calls)
+
+    def _caches(self, stream: Stream) -> list[StreamCache] | None:
+        return [StreamCache(stream) for _ in make_prompt_cache(self.model)] if self.attention_only else None
+
+    def _replay(self, i: int, call: _Call, known: dict[str, mx.array]) -> None:
+        signature = self._signatures[i]
+        for number, cache in call.caches.items():
+            cache.keys, cache.values = (known.get(name) for name in _cache_names(number))
+
+        def filled(leaf: Any) -> Any:
+            return known[leaf.name] if isinstance(leaf, _Carry) else leaf
+
+        with _assigned_back(signature.rewritten):
+            result = self.layers[i](*map_tree(filled, call.args), **map_tree(filled, call.kwargs))
+        known[HIDDEN], rest = _split(result)
+        made = dict(zip(signature.returns, rest, strict=True))
+        for number, cache in call.caches.items():
+            made |= dict(zip(_cache_names(number), (cache.keys, cache.values), strict=True))
+            cache.keys = cache.values = None
+        known |= {name: array for name, array in made.items() if name in self._crossing and array is not None}
+
+
+class _Recorder:
+    """The handler that turns the model's layer calls on a stream into `_Call`s; no layer runs."""
+
+    def __init__(self, signatures: list[_Signature]):
+        self.signatures = signatures
+        self.calls: list[_Call] = []
+        self.embedded: mx.array | None = None
+        self._made: dict[int, tuple[str, mx.array]] = {}  # holds the arrays, so that ids stay theirs
+        self._caches: dict[int, int] = {}
+        self._output: mx.array | None = None
+
+    def __call__(self, i: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        hidden = self._expected_hidden(i, args, kwargs)
+        caches: dict[int, StreamCache] = {}
+
+        def recorded(leaf: Any) -> Any:
+            if isinstance(leaf, StreamCache):
+                caches[self._caches.setdefault(id(leaf), len(self._caches))] = leaf
+            if leaf is hidden:
+                return _Carry(HIDDEN)
+            return _Carry(self._made[id(leaf)][0]) if id(leaf) in self._made else leaf
+
+        call = _Call(map_tree(recorded, args), map_tree(recorded, kwargs), caches)
+        result = self.result(i, call, args, kwargs)
+        self.calls.append(call)
+        self._output, rest = _split(result)
+        for name, array in zip(self.signatures[i].returns, rest, strict=True):
+            self._made.setdefault(id(array), (name, array))
+        return result
+
+    def result(self, i: int, call: _Call, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return _placeholder(self.signatures[i].result, _hidden(args, kwargs))
+
+    def _expected_hidden(self, i: int, args: tuple, kwargs: dict[str, Any]) -> mx.array:
+        if i != len(self.calls):
+            raise UnsupportedModel(f"the model calls layer {i} where layer {len(self.calls)} was due")
+        hidden = _hidden(args, kwargs)
+        if i == 0:
+            self.embedded = mx.stop_gradient(hidden)
+        elif hidden is not self._output:
+            raise UnsupportedModel(f"the model changes the hidden states between layers {i - 1} and {i}")
+        return hidden
+
+
+class _Learner(_Recorder):
+    """Records, and lets each layer run (lazily) to learn its signature."""
+
+    def __init__(self, layers: list[nn.Module]):
+        super().__init__([])
+        self._layers = layers
+        self._originals = [type(layer).__call__ for layer in layers]
+
+    def result(self, i: int, call: _Call, args: tuple, kwargs: dict[str, Any]) -> Any:
+        for cache in call.caches.values():
+            cache.was_read = False
+        before = _weights(self._layers[i])
+        result = self._originals[i](self._layers[i], *args, **kwargs)
+        rewritten = tuple((m, k) for (m, k, v), now in zip(before, _weights(self._layers[i]), strict=True) if now[2] is not v)
+        for module, key, value in before:
+            module[key] = value
+        carried = [leaf.name for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, _Carry)]
+        shared = [name for n, cache in call.caches.items() if cache.was_read for name in _cache_names(n)]
+        reads = tuple(dict.fromkeys(name for name in carried + shared if name != HIDDEN))
+        returns = tuple(f"{i}.{j}" for j in range(len(_split(result)[1])))
+        self.signatures.append(_Signature(reads, returns, tuple(call.caches), _result_template(result), rewritten))
+        return result
+
+
+def _first_writers(signatures: list[_Signature], crossing: set[str]) -> list[tuple[str, ...]]:
+    """Per layer, the crossing carries that it is the first to make."""
+    seen: set[str] = set()
+    writes = []
+    for signature in signatures:
+        own = {*signature.returns, *(name for number in signature.caches for name in _cache_names(number))}
+        writes.append(tuple(sorted((own & crossing) - seen)))
+        seen |= own
+    return writes
+
+
+def _attention_only(model: nn.Module) -> bool:
+    """Whether every cache the model asks for holds plain keys and values, so that a `StreamCache` can stand in."""
+    return all(type(cache) in (KVCache, RotatingKVCache) for cache in make_prompt_cache(model))
+
+
+def _cache_names(number: int) -> tuple[str, str]:
+    return f"k{number}", f"v{number}"
+
+
+def _hidden(args: tuple, kwargs: dict[str, Any]) -> mx.array:
+    """The first array among a layer's own arguments (not nested ones)."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, mx.array):
+            return value
+    raise UnsupportedModel("a layer is called without an array")
+
+
+def _split(result: Any) -> tuple[mx.array, list[mx.array]]:
+    """A layer's result as hidden states and the other floating-point arrays in it, in order."""
+    first, *rest = arrays(result)
+    return first, [array for array in rest if mx.issubdtype(array.dtype, mx.floating)]
+
+
+def _result_template(result: Any) -> Any:
+    """`result` with its hidden states marked and every other array replaced by its dtype."""
+    first = arrays(result)[0]
+
+    def marked(leaf: Any) -> Any:
+        if leaf is first:
+            return _Carry(HIDDEN)
+        return leaf.dtype if isinstance(leaf, mx.array) else leaf
+
+    return map_tree(marked, result)
+
+
+def _placeholder(template: Any, h: mx.array) -> Any:
+    """A result of the template's structure: `h`, and small arrays in the place of others."""
+
+    def filled(leaf: Any) -> Any:
+        if isinstance(leaf, _Carry):
+            return h
+        return mx.zeros((1,), leaf) if isinstance(leaf, mx.Dtype) else leaf
+
+    return map_tree(filled, template)
+
+
+def _weights(layer: nn.Module) -> list[tuple[nn.Module, str, mx.array]]:
+    return [(m, k, v) for _, m in layer.named_modules() for k, v in m.items() if isinstance(v, mx.array)]
+
+
+@contextmanager
+def _assigned_back(weights: tuple[tuple[nn.Module, str], ...]) -> Iterator[None]:
+    """Undo assignments that a forward pass makes to weights, so that no graph (or tracer) grows in the model."""
+    before = [module[key] for module, key in weights]
+    try:
+        yield
+    finally:
+        for (module, key), value in zip(weights, before, strict=True):
+            module[key] = value
