@@ -1,0 +1,60 @@
+"""The meter: memory and time by phase, read from MLX's allocator and the process. GiB are 2^30 bytes."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import psutil
+
+from segtrain.events import Memory
+
+GIB = 2**30
+_process = psutil.Process()
+
+
+class Meter:
+    """A context around each phase; `record` gets one JSON object a phase, `peak` is the highest since `start_step`."""
+
+    def __init__(self, record: Callable[[dict[str, Any]], None] | None = None):
+        self.record = record
+        self.step = 0
+        self._peak = 0
+
+    def start_step(self, step: int) -> None:
+        self.step, self._peak = step, 0
+        mx.reset_peak_memory()
+
+    @contextmanager
+    def __call__(self, phase: str, stream: int) -> Iterator[None]:
+        self._note_peak()
+        mx.reset_peak_memory()
+        begun = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begun
+        line = {
+            "step": self.step,
+            "phase": phase,
+            "stream": stream,
+            "seconds": round(seconds, 6),
+            "peak_gib": mx.get_peak_memory() / GIB,
+            "active_gib": mx.get_active_memory() / GIB,
+            "cache_gib": mx.get_cache_memory() / GIB,
+        }
+        self._note_peak()
+        if self.record:
+            self.record(line)
+
+    def memory(self) -> Memory:
+        """The step's peak, and what is in use now. The allocator's peak does not count its cache; RSS counts all."""
+        self._note_peak()
+        return Memory(
+            peak_gib=self._peak / GIB,
+            active_gib=mx.get_active_memory() / GIB,
+            cache_gib=mx.get_cache_memory() / GIB,
+            rss_gib=_process.memory_info().rss / GIB,
+        )
+
+    def _note_peak(self) -> None:
+        self._peak = max(self._peak, mx.get_peak_memory())

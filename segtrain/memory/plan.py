@@ -1,0 +1,26 @@
+"""How one row's backward will run. Pure values; no mlx."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The engine's settings for rows up to some length, and the peak that they should give (bytes; None: not estimated).
+
+    `dequantize`: each segment's quantised weights are expanded once to a dense copy, for as long as the segment runs.
+    """
+
+    backward: Literal["segmented", "full"]
+    segment_size: int = 1
+    head_chunk: int = 256
+    keep: int = 0
+    stride: int = 1
+    lookahead: int = 0
+    dequantize: bool = False
+    peak_bytes: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        plain = asdict(self)
+        peak = plain.pop("peak_bytes")
+        return {**plain, "peak_gib": None if peak is None else round(peak / 2**30, 4)}

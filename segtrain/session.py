@@ -1,0 +1,130 @@
+"""What every command that runs a model needs, assembled from a recipe: model, adapter, layer stack, loss, layouts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import mlx.core as mx
+
+from segtrain import losses
+from segtrain.attention import align, backend
+from segtrain.data.rows import PreferenceRow, Row
+from segtrain.engine import Backward, FullBackward, Meter, SegmentedBackward, no_meter
+from segtrain.errors import UserError
+from segtrain.layouts import Layout, padded, pair, shared_prefix, single
+from segtrain.lora import Lora, attach
+from segtrain.memory.plan import Plan
+from segtrain.models.load import Loaded
+from segtrain.models.stack import LayerStack, UnsupportedModel
+from segtrain.recipe import Recipe
+
+LossName: TypeAlias = Literal["sft", "orpo"]
+
+SHARING_PAYS_FROM = 16  # prompt tokens below which two streams are no dearer than the split attention of one
+
+
+@dataclass
+class Session:
+    """A model ready to train: LoRA attached, layers captured. `shares_prefix`: prompts are computed once (ORPO)."""
+
+    recipe: Recipe
+    loaded: Loaded
+    lora: Lora
+    stack: LayerStack
+    loss: losses.Loss
+    shares_prefix: bool
+    notices: list[str] = field(default_factory=list)
+    align: int = 1
+
+    def layout(self, row: Row) -> Layout:
+        """The row's streams and spans, its stream lengths rounded up to what the backend's attention needs."""
+        if not isinstance(row, PreferenceRow):
+            layout = single(row.tokens, row.supervised)
+        elif self.shares(row):
+            layout = shared_prefix(row.prompt, row.chosen, row.rejected, score_prompt=self._scores_prompt)
+        else:
+            layout = pair(
+                row.prompt,
+                row.chosen,
+                row.rejected,
+                rejected_prompt=row.rejected_prompt,
+                score_prompt=self._scores_prompt,
+            )
+        return padded(layout, self.align)
+
+    def shares(self, row: PreferenceRow) -> bool:
+        """Whether this row's prompt is computed once: possible, wanted and cheaper."""
+        return self.shares_prefix and row.rejected_prompt is None and len(row.prompt) >= SHARING_PAYS_FROM
+
+    def backward(self, plan: Plan, meter: Meter = no_meter) -> Backward:
+        if plan.backward == "full":
+            return FullBackward(self.stack, self.lora, self.loss, meter=meter)
+        return SegmentedBackward(
+            self.stack,
+            self.lora,
+            self.loss,
+            segment_size=plan.segment_size,
+            head_chunk=plan.head_chunk,
+            keep=plan.keep,
+            stride=plan.stride,
+            lookahead=plan.lookahead,
+            meter=meter,
+        )
+
+    @property
+    def _scores_prompt(self) -> bool:
+        return self.recipe.orpo.sft_scope == "full"
+
+
+def open_session(recipe: Recipe, loss: LossName, loaded: Loaded) -> Session:
+    """Attach LoRA to a loaded model and capture its layers. Raises UserError for what the recipe or the model can't do."""
+    lo_hi = recipe.lora.layer_range(len(loaded.model.layers))
+    targets: str | Sequence[str] = recipe.lora.targets
+    try:
+        lora = attach(
+            loaded.model,
+            rank=recipe.lora.rank,
+            scale=recipe.lora.effective_scale,
+            dropout=recipe.lora.dropout,
+            targets=targets,
+            layers=lo_hi,
+            seed=recipe.train.seed,
+        )
+        stack = LayerStack(loaded.model)
+    except (UnsupportedModel, ValueError) as error:
+        raise UserError(str(error)) from error
+    shares, notices = _prefix_sharing(recipe, loss, stack)
+    function = losses.sft if loss == "sft" else losses.orpo(recipe.orpo.beta, recipe.orpo.sft_scope)
+    return Session(recipe, loaded, lora, stack, function, shares, notices, align(backend()))
+
+
+def parameter_counts(session: Session) -> tuple[int, int]:
+    """(trainable, all) parameters; quantised weights count as the dense ones that they stand for."""
+    trainable = sum(slot.value.size for slot in session.lora.slots())
+    total = trainable
+    for _, module in session.loaded.model.named_modules():
+        for key, value in module.items():
+            if isinstance(value, mx.array) and key not in ("lora_a", "lora_b", "scales", "biases"):
+                packed = key == "weight" and "scales" in module
+                total += value.size * 32 // module.bits if packed else value.size
+    return trainable, total
+
+
+def _prefix_sharing(recipe: Recipe, loss: LossName, stack: LayerStack) -> tuple[bool, list[str]]:
+    if loss != "orpo" or not recipe.engine.prefix_sharing:
+        return False, []
+    if not stack.shares_prefix:
+        return False, ["this model can't share a prompt between chosen and rejected: each pair runs as two streams"]
+    return True, []
+
+
+def summary(session: Session) -> dict[str, Any]:
+    """What describes the model in events and checkpoints."""
+    trainable, total = parameter_counts(session)
+    return {
+        "model": session.recipe.model,
+        "model_type": str(session.loaded.config.get("model_type", "unknown")),
+        "layers": len(session.stack),
+        "trainable_parameters": trainable,
+        "total_parameters": total,
+    }
