@@ -90,7 +90,7 @@ def listed(items: Mapping[str, Any]) -> list[str]:
 def wrapped(head: str, pieces: Iterable[str], width: int) -> list[str]:
     """`head` and the pieces, two spaces between them, in lines of at most `width`.
 
-    Further lines are indented under the first. A piece longer than a line (a path) is kept whole, so that it can be copied.
+    Further lines are indented under the first. A piece longer than a line (a path) is kept whole, to be copied.
     """
     indent = " " * (len(head) + 2)
     lines, current = [], head
