@@ -1,0 +1,206 @@
+"""Optimiser updates on flat dicts of parameters, their learning-rate schedule, and gradient clipping.
+
+Parameters, gradients and the optimiser's state are flat: `{mlx-lm name: array}` and `{"<name>.<slot>": array}`. All
+arithmetic is that of `mlx.optimizers`, with three choices that differ from its defaults:
+
+- Adam and AdamW correct the bias of their moments, as their papers do
+  (`optimizer_config: {bias_correction: false}` turns it off);
+- Adafactor takes the recipe's learning rate (its own relative step would ignore it, and a scale by the parameters'
+  size would all but stop a LoRA B that starts at zero);
+- Muon treats stacked experts `[E, m, n]` as E matrices.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.optimizers as optimizers
+
+from segtrain.errors import RunFailed, UserError
+from segtrain.recipe import TrainRecipe
+
+Arrays = dict[str, mx.array]
+STEP = "step"
+
+
+class Optimizer:
+    """The optimiser that `train` names, with a schedule over `total_steps` updates.
+
+    `step` counts the updates done. Raises UserError for an option that the optimiser doesn't have.
+    """
+
+    def __init__(self, train: TrainRecipe, total_steps: int):
+        if total_steps < 1:
+            raise UserError(
+                f"a run needs at least 1 optimiser update, not {total_steps}; give more rows or train.steps"
+            )
+        self.train = train
+        self.total_steps = total_steps
+        self.step = 0
+        self._inner = _make(train)
+        self._known: Arrays | None = None  # the state to go on with, until parameters are seen
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of the update that follows `step` updates.
+
+        Warm-up is counted in optimiser updates: the first one takes base / warmup (never 0), the last one the base. The
+        schedule then falls from the base towards `final_learning_rate`, which it reaches at `total_steps`.
+        """
+        base, final = self.train.learning_rate, self.train.final_learning_rate
+        warmup = self.train.warmup(self.total_steps)
+        if step < warmup:
+            return base * (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, self.total_steps - warmup))
+        match self.train.lr_schedule:
+            case "constant":
+                return base
+            case "linear":
+                return base + (final - base) * done
+            case "cosine":
+                return final + (base - final) * 0.5 * (1 + math.cos(math.pi * done))
+
+    def update(self, params: Arrays, grads: Arrays) -> Arrays:
+        """New parameters after one update at the current learning rate; they and the state are evaluated.
+
+        `params` and `grads` have the same names at every update. Raises RunFailed when a loaded state is not theirs.
+        """
+        assert params.keys() == grads.keys(), sorted(params.keys() ^ grads.keys())
+        self._begin(params)
+        self._inner.learning_rate = self.learning_rate(self.step)
+        cast = {name: grads[name].astype(value.dtype) for name, value in params.items()}
+        new: Arrays = self._inner.apply_gradients(cast, params)
+        mx.eval(new, self._inner.state)
+        self.step += 1
+        return new
+
+    def state_dict(self) -> Arrays:
+        """The state as `<parameter name>.<slot>`, and `step`; enough for `load_state_dict` to go on to the bit."""
+        if self._known is not None:
+            return dict(self._known)
+        state = {STEP: mx.array(self.step, mx.uint64)}
+        for name, slots in self._inner.state.items():
+            if isinstance(slots, dict):
+                state |= {f"{name}.{slot}": value for slot, value in slots.items()}
+        return state
+
+    def load_state_dict(self, state: Arrays) -> None:
+        """Go on from `state`. Raises RunFailed when it has no step count; `update` compares it with the parameters."""
+        if STEP not in state:
+            raise RunFailed("the saved optimiser state has no step count; resume from another checkpoint")
+        self.step = int(cast(int, state[STEP].item()))
+        self._known = dict(state)
+
+    def _begin(self, params: Arrays) -> None:
+        """Make the inner optimiser's state at the first update after the start or after a load."""
+        if self._inner._initialized and self._known is None:
+            return
+        self._inner.state = {STEP: mx.array(self.step, mx.uint64)}
+        self._inner.init(params)
+        if self._known is not None and self.step > 0:
+            fresh = {name: slots for name, slots in self._inner.state.items() if isinstance(slots, dict)}
+            _check_state(fresh, self._known)
+            for name, slots in fresh.items():
+                slots.update({slot: self._known[f"{name}.{slot}"] for slot in slots})
+        self._known = None
+
+
+def clip(grads: Arrays, max_norm: float | None) -> tuple[Arrays, float]:
+    """Scale `grads` down to a global norm of `max_norm` where theirs is larger; also returns their norm before that.
+
+    The norm is over all arrays together, in float32. None or 0: only the norm. A norm that isn't finite is
+    returned as it is, with the gradients untouched.
+    """
+    squares = [mx.sum(mx.square(grads[name].astype(mx.float32))) for name in sorted(grads)]
+    norm = math.sqrt(cast(float, mx.sum(mx.stack(squares)).item())) if squares else 0.0
+    if not max_norm or not math.isfinite(norm) or norm <= max_norm:
+        return grads, norm
+    factor = max_norm / norm
+    return {name: grad * factor for name, grad in grads.items()}, norm
+
+
+class ExpertMuon(optimizers.Muon):
+    """Muon in which a 3-D array `[E, m, n]` is E matrices, each orthogonalised by itself.
+
+    mlx's own flattens it to one `[E, m * n]` matrix, which mixes the experts. Otherwise equal to `mlx.optimizers.Muon`.
+    """
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict) -> mx.array:
+        if gradient.ndim != 3:
+            return super().apply_single(gradient, parameter, state)
+        gradient = gradient + self.weight_decay * parameter
+        v = state["v"] = self.momentum * state["v"] + (1 - self.momentum) * gradient
+        update = (1 - self.momentum) * gradient + self.momentum * v if self.nesterov else v
+        rows, columns = update.shape[-2:]
+        rate = self.learning_rate.astype(gradient.dtype) * max(1, rows / columns) ** 0.5
+        return parameter - rate * _orthogonalised(update, self.ns_steps)
+
+
+def _orthogonalised(x: mx.array, steps: int) -> mx.array:
+    """[E, m, n]: quintic Newton-Schulz iterations on each matrix, which drive its singular values to about 1."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.swapaxes(-1, -2) if tall else x
+    x = x / (mx.sqrt(mx.sum(mx.square(x), axis=(-2, -1), keepdims=True)) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.swapaxes(-1, -2)
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.swapaxes(-1, -2) if tall else x
+
+
+# optimizer: (class, options that differ from mlx's defaults, has weight decay)
+_KINDS: dict[str, tuple[Callable[..., optimizers.Optimizer], dict[str, Any], bool]] = {
+    "adamw": (optimizers.AdamW, {"bias_correction": True}, True),
+    "adam": (optimizers.Adam, {"bias_correction": True}, False),
+    "sgd": (optimizers.SGD, {}, True),
+    "adafactor": (optimizers.Adafactor, {"relative_step": False, "scale_parameter": False}, True),
+    "muon": (ExpertMuon, {}, True),
+}
+_OWN_KEYS = ("learning_rate", "weight_decay")
+
+
+def _make(train: TrainRecipe) -> optimizers.Optimizer:
+    kind, defaults, decays = _KINDS[train.optimizer]
+    if train.weight_decay and not decays:
+        raise UserError(
+            f"train.weight_decay {train.weight_decay}: {train.optimizer} has none; use adamw, or set it to 0"
+        )
+    _check_options(train, kind)
+    options = {**defaults, **train.optimizer_config}
+    if options.get("relative_step"):
+        raise UserError("train.optimizer_config.relative_step: true makes adafactor ignore learning_rate; leave it out")
+    if decays:
+        options["weight_decay"] = train.weight_decay
+    try:
+        return kind(learning_rate=train.learning_rate, **options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"train.optimizer_config for {train.optimizer}: {error}") from None
+
+
+def _check_options(train: TrainRecipe, kind: Callable[..., optimizers.Optimizer]) -> None:
+    allowed = [name for name in inspect.signature(kind).parameters if name not in _OWN_KEYS]
+    for name in train.optimizer_config:
+        if name in _OWN_KEYS:
+            raise UserError(f"train.optimizer_config.{name}: give it as train.{name}")
+        if name not in allowed:
+            known = ", ".join(allowed)
+            raise UserError(f"train.optimizer_config.{name}: {train.optimizer} has no such option; it has {known}")
+
+
+def _check_state(fresh: dict[str, dict[str, mx.array]], saved: Arrays) -> None:
+    """Raises RunFailed unless `saved` has exactly the names, shapes and dtypes of a fresh state."""
+    expected = {f"{name}.{slot}": value for name, slots in fresh.items() for slot, value in slots.items()}
+    found = {name: value for name, value in saved.items() if name != STEP}
+    odd = sorted(expected.keys() ^ found.keys())
+    odd += [name for name in expected.keys() & found.keys() if not _alike(expected[name], found[name])]
+    if odd:
+        more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+        raise RunFailed(
+            f"the saved optimiser state is of another optimiser or other parameters ({', '.join(odd[:3])}{more}); "
+            "resume with the recipe that made it, or start again with --overwrite"
+        )
+
+
+def _alike(a: mx.array, b: mx.array) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype

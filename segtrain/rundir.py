@@ -1,0 +1,244 @@
+"""The run directory: created or taken up again, locked for one process, and appended to.
+
+A line of `metrics.jsonl`, `memory.jsonl` or `samples.jsonl` is one write. `position()` goes into each checkpoint, and
+`rewind` cuts the files back to it, so that a resumed run leaves the files that an uninterrupted one would have left.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from segtrain import checkpoint
+from segtrain.durable import replace_text, sync
+from segtrain.errors import UserError
+from segtrain.recipe import Recipe
+
+LOGS = ("metrics.jsonl", "memory.jsonl", "samples.jsonl")
+RECIPE, BEST, LOCK = "recipe.yaml", "best", ".lock"
+OWN = (RECIPE, *LOGS, checkpoint.ADAPTERS, checkpoint.CONFIG, BEST, "report.html", "checkpoints")
+PACKAGES = ("segtrain-mlx", "mlx", "mlx-lm", "transformers")
+_HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
+
+
+class RunDirectory:
+    """A context manager for the one process that writes to `path`.
+
+    Entering creates and locks the directory. With `overwrite`, what an earlier run left (and no other file) is removed
+    at the first write, so that a run which fails while it is set up loses nothing. Raises UserError where a run is
+    there and neither `overwrite` nor `resume` is given, where another process holds the lock, and where nothing can be
+    written. `notices` says what the user should know.
+    """
+
+    def __init__(self, path: Path | str, overwrite: bool = False, resume: bool = False):
+        if overwrite and resume:
+            raise UserError("--overwrite and --resume exclude each other; keep one")
+        self.path = Path(path)
+        self.resume = resume
+        self.notices: list[str] = []
+        self._overwrite = overwrite
+        self._to_clear = overwrite
+        self._created = False
+        self._logs: dict[str, BinaryIO] = {}
+        self._lock: BinaryIO | None = None
+
+    def __enter__(self) -> "RunDirectory":
+        self._refuse_existing()
+        try:
+            self._created = not self.path.exists()
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._locked()
+            self._refuse_existing()
+            checkpoint.clean(self.path)
+        except OSError as error:
+            self._close()
+            raise UserError(
+                f"output.dir {self.path} can't be written: {error.strerror or error}; give another output.dir"
+            ) from error
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _refuse_existing(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"output.dir {self.path} is a file; give a directory")
+        if self._overwrite or self.resume:
+            return
+        if any(os.path.lexists(self.path / name) for name in OWN):
+            raise UserError(
+                f"{self.path} already holds a run; go on with it by --resume, replace it by --overwrite, "
+                "or give another output.dir"
+            )
+
+    def _locked(self) -> BinaryIO:
+        """Take the lock. A POSIX lock ends with its process, however that ends, and children don't inherit it."""
+        path = self.path / LOCK
+        while True:
+            file = open(path, "a+b")  # noqa: SIM115 (held until the run ends)
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    break
+                file.close()  # its last holder removed it between our two calls
+            except OSError as error:
+                holder = _holder(file)
+                file.close()
+                if error.errno in _HELD_BY_ANOTHER:
+                    raise UserError(f"{self.path} is in use by {holder}; wait for it to end, or end it") from None
+                raise
+        if file.seek(0, os.SEEK_END):
+            self.notices.append(f"{_holder(file)} ended without closing {self.path}; its lock is taken over")
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        file.flush()
+        return file
+
+    def _close(self) -> None:
+        for log in self._logs.values():
+            log.close()
+        self._logs = {}
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                (self.path / LOCK).unlink()
+            self._lock.close()
+            self._lock = None
+        if self._created:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()  # succeeds on an empty one only: a run that never wrote leaves nothing
+
+    def _begin_writing(self) -> None:
+        """Remove the earlier run's files, once, with `overwrite`."""
+        if not self._to_clear:
+            return
+        self._to_clear = False
+        for name in OWN:
+            path = self.path / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        self._append("metrics.jsonl", line)
+
+    def append_memory(self, line: Mapping[str, Any]) -> None:
+        self._append("memory.jsonl", line)
+
+    def append_sample(self, line: Mapping[str, Any]) -> None:
+        self._append("samples.jsonl", line)
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        """One JSON line in one write; NaN and infinities become null. Raises RunFailed."""
+        data = json.dumps(_finite(line), allow_nan=False, ensure_ascii=False).encode() + b"\n"
+        path = self.path / name
+        try:
+            self._begin_writing()
+            if name not in self._logs:
+                self._logs[name] = open(path, "ab", buffering=0)  # noqa: SIM115 (open until the run ends)
+            if self._logs[name].write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError as error:
+            raise checkpoint.failed(f"{name} could not be written", error) from error
+
+    def position(self) -> dict[str, int]:
+        """The length of each log in bytes, flushed to the disk: for a checkpoint's state. Raises RunFailed."""
+        try:
+            for log in self._logs.values():
+                sync(log.fileno())
+            return {name: (self.path / name).stat().st_size for name in LOGS if (self.path / name).exists()}
+        except OSError as error:
+            raise checkpoint.failed("the metrics could not be flushed", error) from error
+
+    def rewind(self, position: Mapping[str, int]) -> None:
+        """Cut each log back to `position` (an absent name: to nothing). Raises RunFailed."""
+        for name in LOGS:
+            path, length = self.path / name, position.get(name, 0)
+            try:
+                if path.exists():
+                    self._cut(path, length)
+                elif length:
+                    self.notices.append(f"{path} is gone; it begins anew with the next step")
+            except OSError as error:
+                raise checkpoint.failed(f"{name} could not be cut back", error) from error
+
+    def _cut(self, path: Path, length: int) -> None:
+        """Keep `length` bytes, or what is left of whole lines where something else changed the file."""
+        with open(path, "r+b") as file:
+            content = file.read(length)
+            if len(content) < length or (length and not content.endswith(b"\n")):
+                self.notices.append(f"{path} was changed since the checkpoint; its whole lines are kept")
+                length = content.rfind(b"\n") + 1
+            file.truncate(length)
+
+    def write_recipe(self, recipe: Recipe, packages: Iterable[str] = PACKAGES) -> None:
+        """`recipe.yaml`: the recipe as resolved, with the versions of `packages`. Raises RunFailed."""
+        try:
+            self._begin_writing()
+            replace_text(self.path / RECIPE, recipe.to_yaml(tuple(packages)))
+        except OSError as error:
+            raise checkpoint.failed(f"{RECIPE} could not be written", error) from error
+
+    def set_best(self, path: Path) -> None:
+        """Point `best` at a checkpoint of this run: a relative link, or a file with the path where links fail."""
+        target = os.path.relpath(path, self.path)
+        link = self.path / f".{BEST}.tmp"
+        try:
+            link.unlink(missing_ok=True)
+            try:
+                os.symlink(target, link)
+            except (OSError, NotImplementedError):
+                replace_text(self.path / BEST, target + "\n")
+            else:
+                os.replace(link, self.path / BEST)
+        except OSError as error:
+            raise checkpoint.failed("the mark of the best checkpoint could not be written", error) from error
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint that `set_best` marked, if it is still there."""
+        return best(self.path)
+
+
+def best(run: Path) -> Path | None:
+    """The checkpoint that a run's `best` points at, if it is still there."""
+    mark = run / BEST
+    if mark.is_symlink():
+        target = run / os.readlink(mark)
+    elif mark.is_file():
+        target = run / mark.read_text().strip()
+    else:
+        return None
+    return target if target.is_dir() else None
+
+
+def _holder(file: BinaryIO) -> str:
+    file.seek(0)
+    try:
+        content = json.loads(file.read())
+        return f"process {int(content['pid'])} on {content['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
