@@ -1,0 +1,247 @@
+"""Exact causal attention over a stream's visibility, without a `[T, T]` array: one call, four ways to compute it.
+
+- `fused`: MLX's own kernel with the mask "causal", where the backend has a backward for it that is bounded in memory;
+- `band`: a sliding window folded into the batch dimension (`attention_band`), where the fused kernel takes array masks;
+- `blocks`: a block loop with its own backward (`attention_blocks`), everywhere;
+- `dense`: MLX's composed operations, which hold all scores: only where those are few.
+
+`BACKENDS` says what each backend can do, `choose` follows from it. Shapes: q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv].
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import mlx.core as mx
+
+from segtrain.attention_band import band, padded_rows, window_mask
+from segtrain.attention_blocks import Blocks
+from segtrain.attention_reference import reference, visibility
+
+__all__ = ["BACKENDS", "Backend", "Call", "Kind", "align", "attend", "backend", "choose", "reference", "visibility"]
+
+Kind: TypeAlias = Literal["fused", "band", "blocks", "dense"]
+
+# Taken before anyone replaces it (`models/stream_ops.py` does, for the length of a step).
+_sdpa = mx.fast.scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A row of the table: for what the fused kernel has a memory-bounded backward, and the sizes that suit the backend.
+
+    `head_dims` and `dtypes` empty: for nothing. `query_multiple`: the query length must be a multiple of it. `array_mask`: also
+    with an array as mask. `sinks`: also with attention sinks. `unequal_dims`: also where values have another head dim than keys.
+    `fused_rows`: longer rows are split into calls of so many queries. `dense_bytes`: up to so many bytes of scores are
+    computed at once where nothing is fused. `tile_bytes`, `power`: see `Blocks`.
+    """
+
+    name: str
+    head_dims: frozenset[int] = frozenset()
+    dtypes: tuple[mx.Dtype, ...] = ()
+    query_multiple: int = 1
+    array_mask: bool = False
+    sinks: bool = False
+    unequal_dims: bool = False
+    fused_rows: int = 8192
+    dense_bytes: int = 0
+    tile_bytes: int = 4 << 20
+    power: bool = False
+
+
+_HALF = (mx.float16, mx.bfloat16)
+
+BACKENDS = {
+    "cuda": Backend(
+        "cuda",
+        head_dims=frozenset(range(8, 129, 8)),
+        dtypes=_HALF,
+        query_multiple=128,
+        array_mask=True,
+        unequal_dims=True,
+        tile_bytes=256 << 20,
+    ),
+    "metal": Backend(
+        "metal",
+        head_dims=frozenset({64, 72, 80, 96, 128, 192, 256}),
+        dtypes=(*_HALF, mx.float32),
+        tile_bytes=64 << 20,
+    ),
+    "cpu": Backend("cpu", tile_bytes=4 << 20, power=True),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What `choose` needs to know about one attention call without branches."""
+
+    heads: int
+    rows: int
+    keys: int
+    dim: int
+    value_dim: int
+    dtype: mx.Dtype
+    batch: int = 1
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    @property
+    def windowed(self) -> bool:
+        return self.window is not None and self.window < self.keys
+
+    @property
+    def score_bytes(self) -> int:
+        return self.batch * self.heads * self.rows * self.keys * self.dtype.size
+
+
+def backend() -> Backend:
+    """The table's row for the default device."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return BACKENDS["cpu"]
+    return BACKENDS["metal" if mx.metal.is_available() else "cuda"]
+
+
+def align(rows: Backend | None = None) -> int:
+    """Streams whose length is a multiple of this need no padding inside attention."""
+    return (rows or backend()).query_multiple
+
+
+def choose(rows: Backend, call: Call) -> Kind:
+    """The fastest kind whose memory is bounded on this backend. Pure."""
+    fused = (
+        call.softcap is None
+        and call.dim in rows.head_dims
+        and call.value_dim in rows.head_dims
+        and call.dtype in rows.dtypes
+        and (rows.unequal_dims or call.dim == call.value_dim)
+        and (rows.sinks or not call.sinks)
+    )
+    if fused and not call.windowed:
+        return "fused"
+    if call.softcap is None and call.score_bytes <= rows.dense_bytes:
+        return "dense"
+    return "band" if fused and rows.array_mask and not call.sinks else "blocks"
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The scores' rule, and the backend to compute on."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    rows: Backend
+    sinks: mx.array | None
+
+
+def attend(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+    prefix: int = 0,
+    branches: tuple[int, ...] = (),
+    rows: Backend | None = None,
+) -> mx.array:
+    """Causal attention, aligned at the lower right; output [B, Hq, Tq, Dv] in q's dtype. Equals `reference`, gradients too.
+
+    A row sees keys at most `window - 1` positions before it. `softcap` c replaces scores by c tanh(score / c). `sinks` [Hq]
+    adds one score without a value to each head's softmax.
+
+    With `branches` (lengths that, with `prefix`, add up to Tq = Tk) the rows are a common prefix followed by independent
+    continuations: a branch sees the prefix and its own earlier rows, and its positions, which windows count,
+    start at `prefix`. `rows` overrides the table's row of the default device.
+
+    Raises ValueError for lengths that do not fit each other.
+    """
+    _check(q, k, v, window, prefix, branches)
+    rule = _Rule(scale, window, softcap, rows or backend(), sinks)
+    if not branches:
+        return _causal(q, k, v, rule)
+    first = prefix + branches[0]
+    parts = [_causal(q[:, :, :first], k[:, :, :first], v[:, :, :first], rule)] if first else []
+    reach = 0 if window is None else max(0, prefix - window + 1)
+    for length in branches[1:]:
+        start, stop = first, first + length
+        own = [mx.concatenate([x[:, :, reach:prefix], x[:, :, start:stop]], axis=2) for x in (k, v)]
+        if length:
+            parts.append(_causal(q[:, :, start:stop], own[0], own[1], rule))
+        first = stop
+    return mx.concatenate(parts, axis=2)
+
+
+def _check(q: mx.array, k: mx.array, v: mx.array, window: int | None, prefix: int, branches: tuple[int, ...]) -> None:
+    rows, keys = q.shape[2], k.shape[2]
+    if not 0 < rows <= keys or v.shape[2] != keys:
+        raise ValueError(
+            f"attention of {rows} rows over {keys} keys and {v.shape[2]} values: the rows are the last keys"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key-value heads")
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} sees nothing; it counts the row itself, so it is at least 1")
+    if branches and not prefix + sum(branches) == rows == keys:
+        raise ValueError(
+            f"a prefix of {prefix} and branches of {branches} do not add up to {rows} rows and {keys} keys"
+        )
+
+
+def _causal(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
+    """Attention of one run of rows that are the last of the keys."""
+    call = Call(
+        batch=q.shape[0],
+        heads=q.shape[1],
+        rows=q.shape[2],
+        keys=k.shape[2],
+        dim=q.shape[3],
+        value_dim=v.shape[3],
+        dtype=q.dtype,
+        window=rule.window,
+        softcap=rule.softcap,
+        sinks=rule.sinks is not None,
+    )
+    window = rule.window if call.windowed else None
+    match choose(rule.rows, call):
+        case "fused":
+            return _fused(q, k, v, rule)
+        case "band":
+            assert window is not None
+            return band(q, k, v, scale=rule.scale, window=window, multiple=rule.rows.query_multiple)
+        case "dense":
+            mask = "causal" if window is None else window_mask(call.rows, call.keys, window)
+            return _sdpa(q, k, v, scale=rule.scale, mask=mask, sinks=rule.sinks)
+        case "blocks":
+            return Blocks(rule.scale, window, rule.softcap, rule.rows.tile_bytes, rule.rows.power)(q, k, v, rule.sinks)
+
+
+def _fused(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
+    """Fused causal calls of at most `fused_rows` queries, one after the other, forward and backward."""
+    count, before = q.shape[2], k.shape[2] - q.shape[2]
+    q, k, v = (padded_rows(x, -count % rule.rows.query_multiple) for x in (q, k, v))
+    parts: list[mx.array] = []
+    for start in range(0, q.shape[2], rule.rows.fused_rows):
+        stop = min(q.shape[2], start + rule.rows.fused_rows)
+        block, seen = q[:, :, start:stop], before + stop
+        if parts:
+            parts[-1], block = _in_order(parts[-1], block)
+        parts.append(_sdpa(block, k[:, :, :seen], v[:, :, :seen], scale=rule.scale, mask="causal", sinks=rule.sinks))
+    out = mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
+    return out[:, :, :count]
+
+
+@mx.custom_function
+def _in_order(done: mx.array, following: mx.array) -> tuple[mx.array, mx.array]:
+    """Both arrays, `following` only once `done` is computed; in the backward pass the other way round."""
+    return done, mx.depends([following], [done])[0]
+
+
+@_in_order.vjp
+def _in_order_vjp(
+    inputs: tuple[mx.array, mx.array], cotangents: tuple[mx.array, mx.array], outputs: tuple[mx.array, mx.array]
+) -> tuple[mx.array, mx.array]:
+    done, following = cotangents
+    return mx.depends([done], [following])[0], following
