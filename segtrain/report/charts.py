@@ -81,8 +81,8 @@ def _figure(traces: list[Any], y: str, x: str = "step", **layout: Any) -> go.Fig
         showlegend=len(traces) > 1,
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
         hovermode="x unified",
-        xaxis={"title": {"text": x}, "zeroline": False, **layout.pop("xaxis", {})},
-        yaxis={"title": {"text": y}, "zeroline": False, **layout.pop("yaxis", {})},
+        xaxis={"title": {"text": x}, "zeroline": False, "automargin": True, **layout.pop("xaxis", {})},
+        yaxis={"title": {"text": y, "standoff": 8}, "zeroline": False, "automargin": True, **layout.pop("yaxis", {})},
         **layout,
     )
     return figure
@@ -94,7 +94,7 @@ def _loss(run: RunFiles, train: _Curves) -> Chart:
         return Chart(title, "No training step has been logged yet.", wide=True)
     values = column(run.train, "loss")
     traces = [
-        train.curve(values, "each step", BLUE, line={"width": 1}, opacity=0.4),
+        train.curve(values, "each step", BLUE, line={"width": 1}, opacity=0.55),
         train.curve(smoothed(values), "smoothed", BLUE, line={"width": 2.5}),
     ]
     evals = _Curves(run.evals)
@@ -134,8 +134,15 @@ def _simple(train: _Curves, key: str, title: str, caption: str) -> Chart:
     if not train.has(key):
         return Chart(title, "Not logged in this run.")
     unit = {"tokens_per_second": "tokens/s", "grad_norm": "norm", "learning_rate": "rate"}[key]
-    layout = {"tickformat": "~g", "exponentformat": "e"} if key == "learning_rate" else {"rangemode": "tozero"}
-    return Chart(title, caption, _figure([train.line(key, title, BLUE)], unit, yaxis=layout))
+    layout = {"tickformat": ".1e", "rangemode": "tozero"} if key == "learning_rate" else {"rangemode": "tozero"}
+    values = column(train.records, key)
+    traces = [train.curve(values, "each step", BLUE)]
+    if key == "tokens_per_second":
+        traces = [
+            train.curve(values, "each step", BLUE, line={"width": 1}, opacity=0.55),
+            train.curve(smoothed(values), "smoothed", BLUE, line={"width": 2.5}),
+        ]
+    return Chart(title, caption, _figure(traces, unit, yaxis=layout))
 
 
 def _memory(run: RunFiles, train: _Curves) -> Chart:
@@ -171,7 +178,7 @@ def _phases(run: RunFiles) -> Chart:
     ]  # fmt: skip
     step = number(phases[0].get("step"))
     caption = f"GiB in each phase of step {step or 0:,.0f}, in the order they ran: the step with the highest peak."
-    ticks = {"type": "category", "tickangle": -60, "nticks": 24, "automargin": True}
+    ticks = {"type": "category", "tickangle": -60, "nticks": 24, "automargin": True, "range": [-0.6, len(labels) - 0.4]}
     layout = {"yaxis": {"rangemode": "tozero"}, "xaxis": ticks, "height": 380, "bargap": 0.15}
     return Chart(title, caption, _figure(traces, "GiB", "", **layout), True)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from segtrain.errors import UserError
 from segtrain.report.run_files import Record, RunFiles, column, largest, number, read_run, smoothed
-from segtrain.terminal.format import count, duration, gib, label, value
+from segtrain.terminal.format import count, duration, gib, named, value
 
 if TYPE_CHECKING:
     from segtrain.report.charts import Chart
@@ -184,7 +184,7 @@ def _list(lines: Iterable[str]) -> str:
 
 
 def _table(items: Mapping[str, Any]) -> str:
-    rows = "".join(f"<tr><th>{_text(label(k))}</th><td>{_text(value(v))}</td></tr>" for k, v in items.items())
+    rows = "".join(f"<tr><th>{_text(name)}</th><td>{_text(shown)}</td></tr>" for name, shown in named(items).items())
     return f"<table>{rows}</table>"
 
 

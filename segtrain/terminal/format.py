@@ -77,14 +77,21 @@ def label(key: str) -> str:
     return clean(key).replace("_", " ")
 
 
+def named(items: Mapping[str, Any]) -> dict[str, str]:
+    """A flat mapping as readable names and values; a key that ends in `_gib` shows its unit, one in `_bytes` as GiB."""
+    shown = {}
+    for key, item in items.items():
+        stem, _, unit = key.rpartition("_")
+        if unit in ("gib", "bytes") and stem and isinstance(item, (int, float)):
+            shown[label(stem)] = gib(item if unit == "gib" else item / 2**30)
+        else:
+            shown[label(key)] = value(item)
+    return shown
+
+
 def listed(items: Mapping[str, Any]) -> list[str]:
-    """A flat mapping as `name value` pieces; a key that ends in `_gib` shows its unit."""
-    return [
-        f"{label(key[:-4])} {gib(item)}"
-        if key.endswith("_gib") and isinstance(item, (int, float))
-        else f"{label(key)} {value(item)}"
-        for key, item in items.items()
-    ]
+    """A flat mapping as `name value` pieces."""
+    return [f"{name} {shown}" for name, shown in named(items).items()]
 
 
 def wrapped(head: str, pieces: Iterable[str], width: int) -> list[str]:
