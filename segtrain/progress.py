@@ -25,6 +25,8 @@ from segtrain.events import (
     Saved,
     TrainStep,
 )
+from segtrain.terminal.bench import print_bench
+from segtrain.terminal.check import print_check
 from segtrain.terminal.console import is_live, line_width, make_console, unicode_bars, write
 from segtrain.terminal.format import (
     clean,
@@ -37,6 +39,11 @@ from segtrain.terminal.format import (
     paragraph,
     wrapped,
 )
+from segtrain.terminal.models import print_models
+from segtrain.terminal.preview import print_preview
+from segtrain.terminal.verify import print_verify
+
+__all__ = ["make_progress", "print_bench", "print_check", "print_models", "print_preview", "print_verify"]
 
 Clock = Callable[[], float]
 
@@ -200,6 +207,8 @@ class _Live:
         """Leave a terminal as it was; a run that broke off leaves its last figures."""
         if self.live.is_started:
             self.live.stop()
+            if self.run.last is not None:
+                write(self.console, f"stopped after step {self.run.last.step:,}/{self.run.steps:,}", styled=True)
             write(self.console, *_figures(self.run), styled=True)
 
     def _paint(self) -> None:

@@ -33,13 +33,19 @@ def write(console: Console, *lines: str | Text, styled: bool | None = None) -> N
 
     What the output's encoding lacks is written as an escape instead of raising.
     """
-    colours = is_live(console) if styled is None else styled
+    target = console if (is_live(console) if styled is None else styled) else plain(console)
     for line in lines:
         text = line if isinstance(line, Text) else Text(line)
-        shown = text if colours else Text(text.plain)
-        if not _fits(shown.plain, console.encoding):
-            shown = Text(shown.plain.encode(console.encoding, "backslashreplace").decode(console.encoding))
-        console.print(shown, soft_wrap=True, markup=False, highlight=False, emoji=False)
+        if not _fits(text.plain, console.encoding):
+            text = Text(text.plain.encode(console.encoding, "backslashreplace").decode(console.encoding))
+        target.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
+
+
+def plain(console: Console) -> Console:
+    """The same output without a single control character: no colours, no bold."""
+    return Console(
+        file=console.file, width=console.width, color_system=None, force_terminal=False, highlight=False, markup=False
+    )
 
 
 def unicode_bars(console: Console) -> bool:

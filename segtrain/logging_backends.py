@@ -1,0 +1,86 @@
+"""Optional live logging (`output.report_to`): the figures of train and eval events go to a tracker as they come.
+
+Off by default. A tracker's package is imported only when it is named.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from segtrain.errors import UserError
+from segtrain.events import Evaluated, Event, RunEnded, TrainStep
+
+Logger: TypeAlias = Callable[[Event], None]
+
+
+def make_loggers(names: Sequence[str], run_dir: Path, project: str) -> list[Logger]:
+    """One function of events for each tracker in `names`: wandb, tensorboard, trackio.
+
+    Call each with every event; RunEnded closes the tracker. Raises UserError for an unknown name or a package that
+    isn't installed, before any tracker has been started.
+    """
+    unknown = [name for name in names if name not in _BACKENDS]
+    if unknown:
+        raise UserError(f"output.report_to: unknown tracker {unknown[0]!r}; choose from {', '.join(_BACKENDS)}")
+    modules = {name: _imported(name) for name in names}
+    return [_BACKENDS[name][2](module, Path(run_dir), project) for name, module in modules.items()]
+
+
+def figures(event: Event) -> tuple[int, dict[str, float]] | None:
+    """(step, {"train/loss": ...}) of a train or eval event; None for the others."""
+    if not isinstance(event, (TrainStep, Evaluated)):
+        return None
+    line = event.as_json() or {}
+    kind = line.pop("event")
+    return line.pop("step"), {f"{kind}/{key}": value for key, value in line.items()}
+
+
+def _imported(name: str) -> ModuleType:
+    module, package, _ = _BACKENDS[name]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"output.report_to names {name}, but its package can't be imported ({error}): pip install {package}"
+        ) from None
+
+
+def _wandb(wandb: ModuleType, run_dir: Path, project: str) -> Logger:
+    run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir))
+    return _logger(lambda step, values: run.log(values, step=step), run.finish)
+
+
+def _trackio(trackio: ModuleType, run_dir: Path, project: str) -> Logger:
+    trackio.init(project=project, name=run_dir.name)
+    return _logger(lambda step, values: trackio.log(values, step=step), trackio.finish)
+
+
+def _tensorboard(tensorboard: ModuleType, run_dir: Path, project: str) -> Logger:
+    writer = tensorboard.SummaryWriter(str(run_dir / "tensorboard"))
+
+    def log(step: int, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            writer.add_scalar(key, value, step)
+
+    return _logger(log, writer.close)
+
+
+def _logger(log: Callable[[int, dict[str, float]], Any], close: Callable[[], Any]) -> Logger:
+    def show(event: Event) -> None:
+        found = figures(event)
+        if found is not None:
+            log(*found)
+        if isinstance(event, RunEnded):
+            close()
+
+    return show
+
+
+# name in the recipe: (module to import, package to install, what makes its logger)
+_BACKENDS: dict[str, tuple[str, str, Callable[[ModuleType, Path, str], Logger]]] = {
+    "wandb": ("wandb", "wandb", _wandb),
+    "tensorboard": ("tensorboardX", "tensorboardX", _tensorboard),
+    "trackio": ("trackio", "trackio", _trackio),
+}

@@ -1,0 +1,104 @@
+"""`segtrain check`: what is in the data set, and one row with its supervised tokens marked."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from segtrain.terminal.console import is_live, line_width, make_console, unicode_bars, write
+from segtrain.terminal.format import clean, count, label, listed, pick, wrapped
+from segtrain.terminal.table import bar
+
+BAR = 40
+SAMPLE_TOKENS = 400  # shown; a longer row is cut in its middle
+_NEWLINE = "\\n"
+
+
+def print_check(report: object, *, console: Console | None = None) -> None:
+    """Draw a data check: counts, lengths, what was dropped or truncated and why, duplicates, a sample."""
+    console = console or make_console()
+    width = line_width(console)
+    write(console, *wrapped("data", listed(pick(report, "counts", default={}) or {}), width))
+    histogram = pick(report, "histogram", "length_histogram", default=())
+    if histogram:
+        write(console, "", Text("tokens a row", "bold"), *histogram_lines(histogram, unicode_bars(console)))
+    percentiles = pick(report, "percentiles")
+    if percentiles:
+        write(console, *wrapped("percentiles", listed(percentiles), width))
+    for name in ("dropped", "truncated", "duplicates", "split_prompts"):
+        write(console, *_reasons(name, pick(report, name), width))
+    sample = pick(report, "sample")
+    if sample is not None:
+        write(console, "", *sample_lines(sample, width, brackets=not is_live(console)))
+
+
+def histogram_lines(bins: Iterable[Any], unicode: bool = True) -> list[str]:
+    """`lo to hi  count  bar` for each bin (lo, hi, rows), the upper end included."""
+    triples = [(int(lo), int(hi), int(rows)) for lo, hi, rows in bins]
+    most = max((rows for _, _, rows in triples), default=0) or 1
+    left = max(len(count(lo)) for lo, _, _ in triples)
+    right = max(len(count(hi)) for _, hi, _ in triples)
+    wide = max(len(count(rows)) for _, _, rows in triples)
+    return [
+        f"  {count(lo):>{left}} to {count(hi):>{right}}  {count(rows):>{wide}}  {bar(rows / most, BAR, unicode)}"
+        for lo, hi, rows in triples
+    ]
+
+
+def sample_lines(sample: object, width: int, *, brackets: bool) -> list[Text]:
+    """The tokens of a sample, supervised ones set off: green and underlined, or [bracketed] without colours.
+
+    A sample has pieces (text of each token), supervised (one flag each) and origin.
+    """
+    pieces, flags = list(pick(sample, "pieces", "tokens")), list(pick(sample, "supervised"))
+    how = "in [brackets]" if brackets else "in green, underlined"
+    head = Text(f"sample {clean(pick(sample, 'origin', default=''))}", "bold")
+    note = f"  {sum(flags):,} of {len(flags):,} tokens are supervised, {how}; tokens are divided by |"
+    return [head, Text(note), Text(""), *_flowed(_shortened(list(zip(pieces, flags, strict=True))), width, brackets)]
+
+
+def _shortened(tokens: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    if len(tokens) <= SAMPLE_TOKENS:
+        return tokens
+    half = SAMPLE_TOKENS // 2
+    return [*tokens[:half], (f" ... {len(tokens) - 2 * half} tokens ... ", False), *tokens[-half:]]
+
+
+def _flowed(tokens: Sequence[tuple[str, bool]], width: int, brackets: bool) -> list[Text]:
+    """Tokens after one another, broken at `width` and after a token that holds a line break."""
+    lines = [Text()]
+    for piece, supervised in tokens:
+        shown = clean(piece)
+        shown = f"[{shown}]" if supervised and brackets else f"{shown}|"
+        if lines[-1].cell_len and lines[-1].cell_len + len(shown) > width:
+            lines.append(Text())
+        lines[-1].append(shown, "green underline" if supervised else "dim")
+        if _NEWLINE in shown:
+            lines.append(Text())
+    return lines if lines[-1].cell_len else lines[:-1]
+
+
+def _reasons(name: str, reasons: Any, width: int) -> list[Text | str]:
+    """One line a reason: how many rows and where the first ones are."""
+    if not reasons:
+        return []
+    if isinstance(reasons, int):
+        return [f"{label(name)}  {count(reasons)}"]
+    if not isinstance(reasons, Mapping):
+        reasons = {"rows": reasons}
+    lines: list[Text | str] = [Text(label(name), "bold yellow")]
+    for reason, rows in reasons.items():
+        lines += wrapped("  " + label(str(reason)), _examples(rows), width)
+    return lines
+
+
+def _examples(rows: Any) -> list[str]:
+    """A count, a list of origins, or an object with rows and examples, as pieces of text."""
+    if isinstance(rows, int):
+        return [count(rows)]
+    examples = list(rows) if isinstance(rows, (list, tuple)) else list(pick(rows, "examples", "origins", default=()))
+    total = pick(rows, "count", "rows", default=len(examples)) if not isinstance(rows, (list, tuple)) else len(examples)
+    shown = [clean(example) for example in examples[:3]]
+    more = ["..."] if total > len(shown) and shown else []
+    return [count(total), *shown, *more]

@@ -1,0 +1,39 @@
+"""`segtrain models`: what each model type supports."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+
+from segtrain.terminal.console import make_console, write
+from segtrain.terminal.format import clean, pick
+from segtrain.terminal.table import print_table
+
+_COLUMNS = (
+    ("SFT", "sft"),
+    ("ORPO", "orpo"),
+    ("shared\nprefix", "shared_prefix"),
+    ("quantised", "quantised"),
+    ("MoE\nLoRA", "moe_lora"),
+)
+
+
+def print_models(rows: Iterable[object], *, console: Console | None = None) -> None:
+    """Rows are mappings or objects with model_type, sft, orpo, shared_prefix, quantised, moe_lora and notes."""
+    console = console or make_console()
+    rows = list(rows)
+    headings = [("model_type", "left"), *((heading, "left") for heading, _ in _COLUMNS), ("notes", "wrap")]
+    print_table(console, headings, [_cells(row) for row in rows])
+    write(console, "", f"{len(rows)} model types; -: does not apply")
+
+
+def _cells(row: object) -> list[str]:
+    fields: Mapping[str, Any] = {key: pick(row, key) for _, key in _COLUMNS}
+    marks = [_mark(entry) for entry in fields.values()]
+    return [clean(pick(row, "model_type", default="")), *marks, clean(pick(row, "notes", default="") or "")]
+
+
+def _mark(entry: object) -> str:
+    if entry is None:
+        return "-"
+    return {True: "yes", False: "no"}[entry] if isinstance(entry, bool) else clean(entry)

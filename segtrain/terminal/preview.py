@@ -1,0 +1,120 @@
+"""`segtrain plan-segments`: memory and time per segment size, drawn for 80 columns."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from segtrain.terminal.console import line_width, make_console, unicode_bars, write
+from segtrain.terminal.format import clean, count, gib, label, pick, wrapped
+from segtrain.terminal.table import print_table, stacked
+
+_BLOCKS, _ASCII = "█▓▒░▚▞▤▥", "#=+:%@o."
+_BAR_ROOM = 50  # columns that the other cells of the table take
+
+
+def print_preview(preview: object, *, console: Console | None = None) -> None:
+    """Draw a preview: model, seq, budget_gib, fits, recommended, options; options may say fits and longest.
+
+    The phases of an option are parts of its peak (GiB); all bars share one scale, the largest peak or the budget.
+    """
+    console = console or make_console()
+    options = list(pick(preview, "options", default=()))
+    budget = pick(preview, "budget_gib")
+    phases = list(dict.fromkeys(name for option in options for name in _phases(option)))
+    marks = _BLOCKS if unicode_bars(console) else _ASCII
+    write(console, *_head(preview, line_width(console)), "")
+    print_table(console, _columns(options), _rows(preview, options, phases, marks, console))
+    write(console, "", *_legend(phases, marks, line_width(console)))
+    write(console, *_verdict(preview, budget, line_width(console)))
+
+
+def _head(preview: object, width: int) -> list[str]:
+    pieces = [clean(pick(preview, "model", default=""))]
+    if (seq := pick(preview, "seq")) is not None:
+        pieces.append(f"{count(seq)} tokens a row")
+    if (budget := pick(preview, "budget_gib")) is not None:
+        pieces.append(f"budget {gib(budget)}")
+    return wrapped("plan", pieces, width)
+
+
+def _columns(options: Sequence[object]) -> list[tuple[str, str]]:
+    columns = [("", "left"), ("segment\nsize", "right"), ("head\nchunk", "right"), ("peak", "right")]
+    columns += [("time", "right"), ("fits", "left")]
+    if any(_longest(option) is not None for option in options):
+        columns.append(("longest\nrow", "right"))
+    return [*columns, ("memory", "left")]
+
+
+def _rows(
+    preview: object, options: Sequence[object], phases: list[str], marks: str, console: Console
+) -> list[list[str | Text]]:
+    chosen = pick(preview, "recommended")
+    budget = pick(preview, "budget_gib")
+    scale = max([*(float(pick(option, "peak_gib")) for option in options), float(budget or 0.0)], default=0.0)
+    room = max(line_width(console) - _BAR_ROOM, 8)
+    with_longest = len(_columns(options)) > 7
+    rows: list[list[str | Text]] = []
+    for option in options:
+        best = chosen is not None and _identity(option) == _identity(chosen)
+        row = [*_figures(option, best, budget), *([_count(_longest(option))] if with_longest else [])]
+        parts = _phases(option)
+        drawn = stacked([parts.get(name, 0.0) for name in phases], scale, room, marks)
+        rows.append([*(Text(cell, "bold" if best else "") for cell in row), Text(drawn, "cyan")])
+    return rows
+
+
+def _figures(option: object, best: bool, budget: float | None) -> list[str]:
+    fits = _fits(option, budget)
+    relative = pick(option, "relative_time")
+    full = pick(option, "backward") == "full"
+    return [
+        ">" if best else " ",
+        "full" if full else str(pick(option, "segment_size", default="")),
+        _count(pick(option, "head_chunk")),
+        gib(float(pick(option, "peak_gib"))),
+        "" if relative is None else f"{float(relative):.2f}x",
+        "" if fits is None else "yes" if fits else "no",
+    ]
+
+
+def _legend(phases: list[str], marks: str, width: int) -> list[str]:
+    pieces = [f"{marks[i % len(marks)] * 2} {label(name)}" for i, name in enumerate(phases)]
+    return wrapped("memory", pieces, width) if pieces else []
+
+
+def _verdict(preview: object, budget: float | None, width: int) -> list[Text | str]:
+    chosen = pick(preview, "recommended")
+    if pick(preview, "fits") is False or chosen is None:
+        text = Text("nothing fits" + ("" if budget is None else f" in {gib(float(budget))}"), "bold red")
+        advice = pick(preview, "advice", "hint")
+        return [text, *(wrapped("", [clean(advice)], width) if advice else [])]
+    size = "full backward" if pick(chosen, "backward") == "full" else f"segment_size {pick(chosen, 'segment_size')}"
+    return [
+        Text.assemble((">", "bold"), f" recommended: {size}, predicted peak {gib(float(pick(chosen, 'peak_gib')))}")
+    ]
+
+
+def _identity(option: object) -> tuple[Any, ...]:
+    return tuple(pick(option, key) for key in ("backward", "segment_size", "head_chunk", "keep", "peak_gib"))
+
+
+def _phases(option: object) -> dict[str, float]:
+    phases: Mapping[str, Any] = pick(option, "phases", default={}) or {}
+    return {str(name): float(amount) for name, amount in phases.items()}
+
+
+def _fits(option: object, budget: float | None) -> bool | None:
+    told = pick(option, "fits")
+    if told is not None or budget is None:
+        return told
+    return float(pick(option, "peak_gib")) <= budget
+
+
+def _longest(option: object) -> int | None:
+    return pick(option, "longest", "longest_seq", "longest_context")
+
+
+def _count(number: Any) -> str:
+    return "" if number is None else count(number)
