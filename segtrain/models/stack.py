@@ -13,7 +13,7 @@ are called out of order, skipped, twice, or with glue between them is refused.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,9 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from segtrain.layouts import Stream
 from segtrain.models.capture import arrays, intercept, leaves, map_tree
+from segtrain.models.dense import dequantized
 from segtrain.models.stream_ops import StreamCache, stream_ops
+from segtrain.models.tokenwise import chunked, tokenwise_modules
 from segtrain.segments import HIDDEN
 
 
@@ -72,6 +74,8 @@ class LayerStack:
 
     def __init__(self, model: nn.Module):
         self.model = model
+        self.mlp_rows: int | None = None  # tokens that a layer's MLP takes at a time; None: all
+        self.dequantize = False  # whether running layers work on dense copies of quantised weights
         self.layers = list(model.layers)
         self.attention_only = _attention_only(model)
         learner = _Learner(self.layers)
@@ -100,10 +104,14 @@ class LayerStack:
     def run(self, tape: Tape, carry: Mapping[str, mx.array], lo: int, hi: int) -> dict[str, mx.array]:
         """Layers lo..hi-1 on `carry` (`h` and what they read): `carry` updated by all they make, unevaluated."""
         known = dict(carry)
-        with stream_ops(tape.stream):
+        with stream_ops(tape.stream), self._in_chunks(lo, hi):
             for i in range(lo, hi):
                 self._replay(i, tape.calls[i], known)
         return known
+
+    def prepared(self, lo: int, hi: int) -> AbstractContextManager[None]:
+        """Around one use of layers lo..hi-1, a forward pass or a whole vjp: holds their dense weights if wanted."""
+        return dequantized(self.layers[lo:hi]) if self.dequantize else nullcontext()
 
     def logits(self, h: mx.array) -> mx.array:
         """What the model makes of `h` [..., M, H] after its last layer: logits [1, M, V]."""
@@ -121,6 +129,11 @@ class LayerStack:
         caches = self._caches(stream)
         with stream_ops(stream):
             return self.model(stream.tokens, cache=caches) if caches else self.model(stream.tokens)
+
+    def _in_chunks(self, lo: int, hi: int) -> AbstractContextManager[None]:
+        if self.mlp_rows is None:
+            return nullcontext()
+        return chunked([m for layer in self.layers[lo:hi] for m in tokenwise_modules(layer)], self.mlp_rows)
 
     def _record(self, stream: Stream, recorder: "_Recorder") -> Tape:
         if stream.branches and not self.attention_only:

@@ -1,0 +1,85 @@
+"""Token-wise modules (a layer's MLP) differentiated in chunks of tokens.
+
+At segment size 1 the MLP's intermediates, each [T, intermediate], are most of what is live. The module maps each token by itself, so its
+vjp is the sum (for parameters) and concatenation (for inputs) of its chunks' vjps. The chunks are chained: a chunk's inputs depend
+on the previous chunk's gradient, so that MLX's scheduler, which runs ahead breadth first, can't hold several at once. A
+module's intermediates are recomputed in its backward; its forward is not run there when nothing needs its output.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from segtrain.models.capture import intercept
+
+NAMES = ("mlp", "feed_forward", "ffn")
+
+
+def tokenwise_modules(layer: nn.Module) -> list[nn.Module]:
+    """A layer's dense MLP, by the names that mlx-lm's models give it; none where experts are routed."""
+    found = []
+    for name in NAMES:
+        module = layer.get(name)
+        if isinstance(module, nn.Module) and not any("switch" in path for path, _ in module.named_modules()):
+            found.append(module)
+    return found
+
+
+@contextmanager
+def chunked(modules: Sequence[nn.Module], rows: int) -> Iterator[None]:
+    """While the block runs, `modules` work on at most `rows` tokens at a time. Exact; x is [..., T, H]."""
+    originals = [type(module).__call__ for module in modules]
+
+    def handler(i: int, args: tuple, kwargs: dict[str, Any]) -> mx.array:
+        x, *rest = args
+        if rest or kwargs or x.shape[-2] <= rows:
+            return originals[i](modules[i], *args, **kwargs)
+        return _chunked_call(modules[i], originals[i], x, rows)
+
+    with intercept(modules, handler):
+        yield
+
+
+def _chunked_call(module: nn.Module, original: Any, x: mx.array, rows: int) -> mx.array:
+    slots = [(m, key) for _, m in module.named_modules() for key in m if key in ("lora_a", "lora_b")]
+    bounds = [(lo, min(lo + rows, x.shape[-2])) for lo in range(0, x.shape[-2], rows)]
+
+    def call(x: mx.array, *values: mx.array) -> mx.array:
+        before = [m[key] for m, key in slots]
+        try:
+            for (m, key), value in zip(slots, values, strict=True):
+                m[key] = value
+            return original(module, x)
+        finally:
+            for (m, key), value in zip(slots, before, strict=True):
+                m[key] = value
+
+    @mx.custom_function
+    def whole(x: mx.array, *values: mx.array) -> mx.array:
+        parts: list[mx.array] = []
+        for lo, hi in bounds:
+            part = x[..., lo:hi, :]
+            if parts:
+                (part,) = mx.depends([part], [parts[-1]])
+            parts.append(call(part, *values))
+        return mx.concatenate(parts, axis=-2)
+
+    @whole.vjp
+    def backward(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
+        x, *values = primals if slots else (primals,)
+        dxs: list[mx.array] = []
+        sums: list[mx.array] = []
+        for lo, hi in bounds:
+            part, dy = x[..., lo:hi, :], cotangent[..., lo:hi, :]
+            if dxs:
+                part, dy = mx.depends([part, dy], [dxs[-1], *sums])
+            _, (dx, *grads) = mx.vjp(lambda *inputs: [call(*inputs)], [part, *values], [dy])
+            dxs.append(dx)
+            sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
+        dx = mx.concatenate(dxs, axis=-2)
+        return (dx, *sums) if slots else dx
+
+    return whole(x, *(m[key] for m, key in slots))
