@@ -249,7 +249,7 @@ def read_tensors(path: Path) -> Arrays:
 
 
 def tensors(arrays: Arrays) -> Writer:
-    return lambda file: mx.save_safetensors(file, arrays, metadata={"format": "mlx"})
+    return lambda file: mx.save_safetensors(file, dict(sorted(arrays.items())), metadata={"format": "mlx"})
 
 
 def plain_json(value: Mapping[str, Any]) -> Writer:

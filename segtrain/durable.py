@@ -57,9 +57,10 @@ def write_new(path: Path, write: Writer) -> Record:
 
 
 def replace_together(contents: Iterable[tuple[Path, Writer]]) -> None:
-    """Write files of one directory; each is the old or the new one at any moment; all are written before one is replaced.
+    """Write files of one directory: each is the old or the new one at any moment.
 
-    Raises OSError with nothing replaced, unless a rename itself fails, and the temporary files removed.
+    All of them are on the disk before the first is replaced. Raises OSError, with the temporary files
+    removed and (unless it was a rename that failed) nothing replaced.
     """
     pairs = [(path.with_name(f".{path.name}.tmp"), path, write) for path, write in contents]
     try:
