@@ -7,7 +7,7 @@ from rich.console import Console
 
 from segtrain.terminal.console import line_width, make_console, write
 from segtrain.terminal.format import clean, gib, label, listed, named, pick, value, wrapped
-from segtrain.terminal.table import print_table
+from segtrain.terminal.table import table_lines
 
 
 def print_bench(report: object, *, console: Console | None = None) -> None:
@@ -21,7 +21,7 @@ def print_bench(report: object, *, console: Console | None = None) -> None:
     results = pick(report, "results", "timings", "rows", default=())
     if results:
         columns = [("measured", "wrap"), ("time", "right"), ("peak", "right"), ("note", "wrap")]
-        print_table(console, columns, [_cells(row) for row in _as_rows(results)])
+        write(console, *table_lines(columns, [_cells(row) for row in _as_rows(results)], width))
     choices = pick(report, "choices", "chosen", default={}) or {}
     for key, choice in named(choices).items():
         write(console, *wrapped(f"{key}:", [choice], width))

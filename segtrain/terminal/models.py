@@ -5,9 +5,9 @@ from typing import Any
 
 from rich.console import Console
 
-from segtrain.terminal.console import make_console, write
+from segtrain.terminal.console import line_width, make_console, write
 from segtrain.terminal.format import clean, pick
-from segtrain.terminal.table import print_table
+from segtrain.terminal.table import table_lines
 
 _COLUMNS = (
     ("SFT", "sft"),
@@ -23,7 +23,7 @@ def print_models(rows: Iterable[object], *, console: Console | None = None) -> N
     console = console or make_console()
     rows = list(rows)
     headings = [("model_type", "left"), *((heading, "left") for heading, _ in _COLUMNS), ("notes", "wrap")]
-    print_table(console, headings, [_cells(row) for row in rows])
+    write(console, *table_lines(headings, [_cells(row) for row in rows], line_width(console)))
     write(console, "", f"{len(rows)} model types; -: does not apply")
 
 

@@ -8,16 +8,18 @@ from rich.text import Text
 
 from segtrain.terminal.console import line_width, make_console, unicode_bars, write
 from segtrain.terminal.format import clean, count, gib, label, pick, wrapped
-from segtrain.terminal.table import print_table, stacked
+from segtrain.terminal.table import Column, stacked, table_lines
 
-_BLOCKS, _ASCII = "█▓▒░▚▞▤▥", "#=+:%@o."
-_BAR_ROOM = 50  # columns that the other cells of the table take
+_BLOCKS, _ASCII = "█▓▒░#+=:", "#=+:%@o."
+_COLOURS = ("blue", "cyan", "green", "magenta", "yellow", "red", "white", "bright_blue")
+_OVER_BUDGET = 1.5
+_BAR_ROOM = 51  # columns that the other cells of the table take
 
 
 def print_preview(preview: object, *, console: Console | None = None) -> None:
     """Draw a preview: model, seq, budget_gib, fits, recommended, options; options may say fits and longest.
 
-    The phases of an option are parts of its peak (GiB); all bars share one scale, the largest peak or the budget.
+    The phases of an option are parts of its peak (GiB); all bars share one scale.
     """
     console = console or make_console()
     options = list(pick(preview, "options", default=()))
@@ -25,7 +27,8 @@ def print_preview(preview: object, *, console: Console | None = None) -> None:
     phases = list(dict.fromkeys(name for option in options for name in _phases(option)))
     marks = _BLOCKS if unicode_bars(console) else _ASCII
     write(console, *_head(preview, line_width(console)), "")
-    print_table(console, _columns(options), _rows(preview, options, phases, marks, console))
+    rows = _rows(preview, options, phases, marks, line_width(console))
+    write(console, *table_lines(_columns(options), rows, line_width(console)))
     write(console, "", *_legend(phases, marks, line_width(console)))
     write(console, *_verdict(preview, budget, line_width(console)))
 
@@ -39,7 +42,7 @@ def _head(preview: object, width: int) -> list[str]:
     return wrapped("plan", pieces, width)
 
 
-def _columns(options: Sequence[object]) -> list[tuple[str, str]]:
+def _columns(options: Sequence[object]) -> list[Column]:
     columns = [("", "left"), ("segment\nsize", "right"), ("head\nchunk", "right"), ("peak", "right")]
     columns += [("time", "right"), ("fits", "left")]
     if any(_longest(option) is not None for option in options):
@@ -48,21 +51,40 @@ def _columns(options: Sequence[object]) -> list[tuple[str, str]]:
 
 
 def _rows(
-    preview: object, options: Sequence[object], phases: list[str], marks: str, console: Console
+    preview: object, options: Sequence[object], phases: list[str], marks: str, width: int
 ) -> list[list[str | Text]]:
-    chosen = pick(preview, "recommended")
-    budget = pick(preview, "budget_gib")
-    scale = max([*(float(pick(option, "peak_gib")) for option in options), float(budget or 0.0)], default=0.0)
-    room = max(line_width(console) - _BAR_ROOM, 8)
+    chosen, budget = pick(preview, "recommended"), pick(preview, "budget_gib")
+    scale = _scale(options, budget)
+    room = max(width - _BAR_ROOM, 8)
+    limit = None if budget is None or not scale else min(round(room * float(budget) / scale), room - 1)
     with_longest = len(_columns(options)) > 7
     rows: list[list[str | Text]] = []
     for option in options:
         best = chosen is not None and _identity(option) == _identity(chosen)
         row = [*_figures(option, best, budget), *([_count(_longest(option))] if with_longest else [])]
         parts = _phases(option)
-        drawn = stacked([parts.get(name, 0.0) for name in phases], scale, room, marks)
-        rows.append([*(Text(cell, "bold" if best else "") for cell in row), Text(drawn, "cyan")])
+        lengths = stacked([parts.get(name, 0.0) for name in phases], scale, room)
+        rows.append([*(Text(cell, "bold" if best else "") for cell in row), _drawn(lengths, marks, limit, room)])
     return rows
+
+
+def _scale(options: Sequence[object], budget: float | None) -> float:
+    """GiB of a full bar: the largest peak, but never so far above the budget that what fits becomes a sliver."""
+    peak = max((float(pick(option, "peak_gib")) for option in options), default=0.0)
+    return peak if budget is None else max(min(peak, _OVER_BUDGET * float(budget)), float(budget))
+
+
+def _drawn(lengths: Sequence[int], marks: str, limit: int | None, room: int) -> Text:
+    """The bar of one option, with a | where the budget ends; a bar that goes on beyond the scale ends in >."""
+    text = Text()
+    for i, length in enumerate(lengths):
+        text.append(marks[i % len(marks)] * length, _COLOURS[i % len(_COLOURS)])
+    if len(text) > room:
+        text = Text.assemble(text[: room - 1], ">")
+    if limit is None:
+        return text
+    text.append(" " * max(limit + 1 - len(text), 0))
+    return Text.assemble(text[:limit], ("|", "bold red"), text[limit + 1 :])
 
 
 def _figures(option: object, best: bool, budget: float | None) -> list[str]:
@@ -81,7 +103,7 @@ def _figures(option: object, best: bool, budget: float | None) -> list[str]:
 
 def _legend(phases: list[str], marks: str, width: int) -> list[str]:
     pieces = [f"{marks[i % len(marks)] * 2} {label(name)}" for i, name in enumerate(phases)]
-    return wrapped("memory", pieces, width) if pieces else []
+    return wrapped("memory", [*pieces, "| budget"], width) if pieces else []
 
 
 def _verdict(preview: object, budget: float | None, width: int) -> list[Text | str]:

@@ -1,34 +1,32 @@
-"""Tables that fit 80 columns and read the same without colour."""
+"""Tables that fit the console and read the same without colour."""
 
+import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.cells import cell_len
 from rich.text import Text
 
-from segtrain.terminal.console import is_live, line_width, plain, unicode_bars
+Column = tuple[str, str]  # heading (may have two lines), and one of the kinds below
+LEFT, RIGHT, WRAP = "left", "right", "wrap"  # WRAP: left, and may take several lines
 
-Column = tuple[str, str]  # heading, and "left", "right" or "wrap" (left, and may take several lines)
+GAP = "  "
+_NARROWEST = 12
 
 
-def print_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
-    """Print rows under headings; only "wrap" columns give way when the table is too wide."""
-    edges = box.SIMPLE_HEAD if unicode_bars(console) else box.ASCII2
-    table = Table(box=edges, pad_edge=False, show_edge=False, header_style="bold", width=None)
-    for heading, kind in columns:
-        wraps = kind == "wrap"
-        table.add_column(
-            heading,
-            justify="right" if kind == "right" else "left",
-            no_wrap=not wraps,
-            overflow="fold" if wraps else "ellipsis",
-        )
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
-    target = console if is_live(console) else plain(console)
-    target.print(table, width=line_width(console))
+def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> list[Text]:
+    """Rows under headings, in lines of at most `width` where that can be.
+
+    Too much text first breaks the wrapping columns into several lines, then shortens left-aligned cells in front,
+    where a module's name has least to say.
+    """
+    texts = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
+    widths = _widths(columns, texts, width)
+    lines = _row([Text(heading, "bold") for heading, _ in columns], columns, widths, bottom=True)
+    lines.append(Text(GAP.join("-" * size for size in widths), "dim"))
+    for row in texts:
+        lines += _row(row, columns, widths)
+    return lines
 
 
 def bar(share: float, width: int, unicode: bool = True) -> str:
@@ -41,8 +39,8 @@ def bar(share: float, width: int, unicode: bool = True) -> str:
     return "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
 
 
-def stacked(parts: Sequence[float], total: float, width: int, marks: str) -> str:
-    """Parts side by side, `total` being `width` characters; each part has its own mark, so no colour is needed.
+def stacked(parts: Sequence[float], total: float, width: int) -> list[int]:
+    """How many characters each part takes when `total` takes `width`.
 
     Edges are rounded, not lengths: the whole is as long as its sum says.
     """
@@ -50,4 +48,50 @@ def stacked(parts: Sequence[float], total: float, width: int, marks: str) -> str
     for part in parts:
         reached += part
         edges.append(round(width * reached / total) if total > 0 else 0)
-    return "".join(marks[i % len(marks)] * (hi - lo) for i, (lo, hi) in enumerate(pairwise(edges)))
+    return [hi - lo for lo, hi in pairwise(edges)]
+
+
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Text]], width: int) -> list[int]:
+    """As wide as the cells; while that is too wide, the widest column of the first kind that can give way gives."""
+    widths = [
+        max([*(cell_len(line) for line in heading.split("\n")), *(row[i].cell_len for row in rows)])
+        for i, (heading, _) in enumerate(columns)
+    ]
+    for kind in (WRAP, LEFT):
+        while (excess := sum(widths) + len(GAP) * (len(widths) - 1) - width) > 0:
+            wide = [i for i, (_, own) in enumerate(columns) if own == kind and widths[i] > _NARROWEST]
+            if not wide:
+                break
+            widest = max(wide, key=lambda i: widths[i])
+            widths[widest] = max(_NARROWEST, widths[widest] - excess)
+    return widths
+
+
+def _row(cells: Sequence[Text], columns: Sequence[Column], widths: Sequence[int], bottom: bool = False) -> list[Text]:
+    """One row as one or more lines; `bottom` sets short cells low, as headings stand."""
+    blocks = [_fitted(cell, kind, size) for cell, (_, kind), size in zip(cells, columns, widths, strict=True)]
+    height = max(len(block) for block in blocks)
+    padding = [[Text()] * (height - len(block)) for block in blocks]
+    blocks = [pad + block if bottom else block + pad for block, pad in zip(blocks, padding, strict=True)]
+    lines = []
+    for parts in zip(*blocks, strict=True):
+        aligned = [_aligned(part, kind, size) for part, (_, kind), size in zip(parts, columns, widths, strict=True)]
+        line = Text(GAP).join(aligned)
+        line.rstrip()
+        lines.append(line)
+    return lines
+
+
+def _fitted(cell: Text, kind: str, size: int) -> list[Text]:
+    if "\n" in cell.plain:
+        return list(cell.split("\n"))
+    if cell.cell_len <= size or kind == RIGHT:
+        return [cell]
+    if kind == WRAP:
+        return [Text(line, cell.style) for line in textwrap.wrap(cell.plain, size)]
+    return [Text("..." + cell.plain[-(size - 3) :], cell.style)]
+
+
+def _aligned(part: Text, kind: str, size: int) -> Text:
+    pad = " " * max(size - part.cell_len, 0)
+    return Text.assemble(pad, part) if kind == RIGHT else Text.assemble(part, pad)

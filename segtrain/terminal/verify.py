@@ -8,7 +8,7 @@ from rich.text import Text
 
 from segtrain.terminal.console import line_width, make_console, write
 from segtrain.terminal.format import clean, listed, pick, wrapped
-from segtrain.terminal.table import print_table
+from segtrain.terminal.table import table_lines
 
 ROWS = 30  # the worst ones; the rest is summed up in a line
 
@@ -24,9 +24,8 @@ def print_verify(report: object, *, console: Console | None = None, rows: int = 
         _errors(pick(report, "modules", "errors", "rows")), key=lambda item: _badness(item[1]), reverse=True
     )
     passed = bool(pick(report, "passed", "ok"))
-    print_table(
-        console, [("module", "left"), ("relative error", "right"), ("", "left")], _rows(errors[:rows], tolerance)
-    )
+    columns = [("module", "left"), ("relative error", "right"), ("", "left")]
+    write(console, *table_lines(columns, _rows(errors[:rows], tolerance), line_width(console)))
     if len(errors) > rows:
         write(console, f"... and {len(errors) - rows} modules with smaller errors")
     failed = sum(not error <= tolerance for _, error in errors)
