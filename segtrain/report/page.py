@@ -8,6 +8,7 @@ import gzip
 import html
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -60,11 +61,7 @@ def _page(run: RunFiles, drawn: "list[Chart]", library: str) -> str:
         "figures": _json({f"chart-{i}": chart.figure for i, chart in enumerate(drawn) if chart.figure is not None}),
         "body": "\n".join(_body(run, drawn)),
     }
-    page = _asset("report.html")
-    for name, part in parts.items():
-        if name != "body":
-            page = page.replace("{{" + name + "}}", part)
-    return page.replace("{{body}}", parts["body"])
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("report.html"))
 
 
 def _body(run: RunFiles, drawn: "list[Chart]") -> Iterable[str]:

@@ -31,14 +31,16 @@ def line_width(console: Console) -> int:
 def write(console: Console, *lines: str | Text, styled: bool | None = None) -> None:
     """Print lines as they are: no wrapping, no markup; styles only where `styled` (default: `is_live`).
 
-    What the output's encoding lacks is written as an escape instead of raising.
+    All in one go, so that a live area below is repainted once. What the output's encoding lacks is written as an
+    escape instead of raising.
     """
     target = console if (is_live(console) if styled is None else styled) else plain(console)
-    for line in lines:
-        text = line if isinstance(line, Text) else Text(line)
-        if not _fits(text.plain, console.encoding):
-            text = Text(text.plain.encode(console.encoding, "backslashreplace").decode(console.encoding))
-        target.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
+    if not lines:
+        return
+    text = Text("\n").join(line if isinstance(line, Text) else Text(line) for line in lines)
+    if not _fits(text.plain, console.encoding):
+        text = Text(text.plain.encode(console.encoding, "backslashreplace").decode(console.encoding))
+    target.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
 def plain(console: Console) -> Console:

@@ -34,8 +34,8 @@ def count(number: float) -> str:
 def compact(number: float) -> str:
     """A large count in at most five characters and a unit: 8.19B, 20.5M, 512."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.3g}{unit}" if number < 999.5 * size else f"{number / size:.0f}{unit}"
+        if abs(number) >= 0.9995 * size:
+            return f"{number / size:.3g}{unit}"
     return count(number)
 
 
