@@ -1,4 +1,4 @@
-"""Adapter files as mlx-lm reads them (`adapters.safetensors`, `adapter_config.json`), and conversion from and to PEFT."""
+"""Adapter files as mlx-lm reads them (`adapters.safetensors`, `adapter_config.json`), and their way from and to PEFT."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -79,6 +79,9 @@ def read(directory: Path, model: str | None = None) -> Adapter:
         raise UserError(f"the adapter in {directory} can't be read: {error}") from error
     if not isinstance(config, dict) or config.get("fine_tune_type", "lora") != "lora":
         raise UserError(f"{directory / CONFIG} isn't of a LoRA adapter; only LoRA is converted")
+    lora = config.get("lora_parameters")
+    if not isinstance(lora, dict) or not {"rank", "scale"} <= lora.keys():
+        raise UserError(f"{directory / CONFIG} has no lora_parameters with rank and scale")
     return Adapter(params, config | ({"model": model} if model else {}))
 
 

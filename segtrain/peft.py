@@ -34,8 +34,8 @@ STACKED = "switch_mlp"
 class Family:
     """How a model type's module paths differ: the layers are at `mlx` in mlx-lm and at `hf` in Hugging Face's model.
 
-    `experts`: mlx-lm's name of an expert's matrix -> Hugging Face's, where experts are one Linear each. Empty: PEFT can't
-    take experts of this type.
+    `experts`: mlx-lm's name of an expert's matrix -> Hugging Face's, where experts are one Linear each. Empty: PEFT
+    can't take experts of this type.
     """
 
     mlx: str = "model.layers"
@@ -302,7 +302,7 @@ def _family(config: Mapping[str, Any], model: str) -> tuple[str, Family]:
     own = config.get("segtrain", {}).get("model_type")
     model_type = own or (model_config(model) or {}).get("model_type")
     if not model_type:
-        raise UserError(f"the base model {model!r} isn't on this machine, so its type is unknown; give it with --model")
+        raise UserError(f"the base model {model!r} isn't on this machine, so its type is unknown; give --model")
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UserError(f"module names of {model_type} aren't mapped between mlx-lm and PEFT; mapped are {known}")
@@ -310,7 +310,7 @@ def _family(config: Mapping[str, Any], model: str) -> tuple[str, Family]:
 
 
 def model_config(model: str) -> dict[str, Any] | None:
-    """`config.json` of a model directory or of a hub model in the local cache; None where there is none (no network)."""
+    """`config.json` of a model directory or of a hub model in the local cache; None where there is none. No network."""
     path: Any = Path(model) / "config.json"
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache
