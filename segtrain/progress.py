@@ -276,7 +276,10 @@ def _sampled(event: Sampled, width: int) -> list[Text]:
 
 
 def _ended(event: RunEnded, run: _Run, width: int) -> list[Text]:
-    pieces = [f"{event.step:,} steps in {duration(event.seconds)}"]
+    if run.last is None:
+        pieces = ["nothing was trained", f"step {event.step:,} of {run.steps:,}"]
+    else:
+        pieces = [f"{event.step:,} steps in {duration(event.seconds)}"]
     if run.last is not None and run.first_loss is not None:
         pieces.append(f"loss {run.first_loss:.4f} to {run.last.loss:.4f} (smoothed {run.smoothed:.4f})")
         pieces.append(f"{run.tokens / max(run.step_seconds, 1e-9):,.0f} tok/s")
@@ -286,7 +289,8 @@ def _ended(event: RunEnded, run: _Run, width: int) -> list[Text]:
         pieces.append(f"best eval loss {run.best.loss:.4f} at step {run.best.step}")
     done = event.reason == "done"
     lines = wrapped(event.reason, [*pieces, *listed(event.summary)], width)
-    lines += wrapped("adapter", [clean(event.adapter)], width)
+    if event.step:
+        lines += wrapped("adapter", [clean(event.adapter)], width)
     if not done:
         lines.append("the checkpoint is complete; the same command with --resume goes on from it")
     return _styled(lines, "bold green" if done else "bold yellow", len(event.reason))

@@ -140,6 +140,12 @@ def test_an_interrupted_run_reports_its_last_steps_and_says_how_to_go_on():
     assert "--resume" in text
 
 
+def test_a_dry_run_claims_no_steps_and_no_adapter():
+    text = rendered([started(9), RunEnded("done", 0, 0.5, Path("runs/a/adapters.safetensors"))])
+    assert "nothing was trained  step 0 of 9" in text
+    assert "adapter" not in text
+
+
 def test_time_left_counts_the_steps_of_this_session_only():
     text = rendered([started(10, first_step=6), step(7), step(8)])
     assert "step 8/10" in text
