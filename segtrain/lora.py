@@ -23,6 +23,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 ALL_LINEAR = "all-linear"
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+# Gemma 3n's AltUp rewrites the weight of these linear layers before each call, which a wrapped one does not have.
+NOT_WRAPPABLE = ("prediction_coefs", "correction_coefs")
 
 
 @dataclass
@@ -202,9 +204,13 @@ def _layer_paths(model: nn.Module) -> list[dict[str, tuple[str, nn.Module]]]:
     names = {id(module): name for name, module in model.named_modules()}
     paths = []
     for layer in model.layers:
-        linears = {p: m for p, m in layer.named_modules() if isinstance(m, (*LINEAR, *EXPERTS))}
+        linears = {p: m for p, m in layer.named_modules() if isinstance(m, (*LINEAR, *EXPERTS)) and _wrappable(p)}
         paths.append({path: (names[id(module)], module) for path, module in sorted(linears.items())})
     return paths
+
+
+def _wrappable(path: str) -> bool:
+    return path.rsplit(".", 1)[-1] not in NOT_WRAPPABLE
 
 
 def _targeted(layers: Sequence[dict[str, Any]], targets: str | Sequence[str]) -> set[str]:
