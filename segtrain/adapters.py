@@ -1,4 +1,4 @@
-"""Adapter files as mlx-lm reads them (`adapters.safetensors`, `adapter_config.json`), and their way from and to PEFT."""
+"""Adapter files, `adapters.safetensors` and `adapter_config.json`, as mlx-lm reads them; their conversion to PEFT."""
 
 import json
 from collections.abc import Mapping, Sequence

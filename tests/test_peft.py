@@ -62,7 +62,7 @@ FOR_MLX: dict[str, dict[str, Any]] = {
 }
 """What mlx-lm's reader of `config.json` wants beside what transformers writes."""
 BASES_DIFFER = ("apertus", "gemma", "gemma3", "gemma3_text", "glm", "olmo3", "qwen2_vl", "starcoder2")
-"""Without any adapter already: mlx-lm reads other rope or norm settings from this small configuration, or another GELU."""
+"""Without any adapter already: mlx-lm reads other rope or norm settings from so small a configuration."""
 
 
 def torch_config(model_type: str) -> Any:
