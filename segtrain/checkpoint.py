@@ -184,8 +184,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise Unreadable(f"{file} can't be read ({error})") from error
     if own != _hash(manifest):
         raise Unreadable(f"{file} is damaged: its content doesn't have the hash that it names")
-    if manifest["format"] != FORMAT:
-        raise Unreadable(f"{file} has format {manifest['format']}; this version reads {FORMAT}")
+    if manifest.get("format") != FORMAT:
+        raise Unreadable(f"{file} has format {manifest.get('format')}; this version reads {FORMAT}")
+    if set(manifest.get("files", ())) != {ADAPTERS, CONFIG, OPTIMIZER}:
+        raise Unreadable(f"{file} doesn't list the files of a checkpoint")
     return manifest
 
 

@@ -222,7 +222,8 @@ def best(run: Path) -> Path | None:
         target = run / mark.read_text().strip()
     else:
         return None
-    return target if target.is_dir() else None
+    inside = target.resolve().parent == (run / "checkpoints").resolve()  # a mark may come from elsewhere
+    return target if inside and target.is_dir() else None
 
 
 def _holder(file: BinaryIO) -> str:

@@ -323,6 +323,16 @@ def test_half_a_replacement_is_undone(tmp_path: Path) -> None:
     assert is_whole(tmp_path, 3)
 
 
+def test_a_manifest_that_names_other_files_is_refused(tmp_path: Path) -> None:
+    path = stored(tmp_path, 1) / "state.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["../../outside"] = manifest["files"].pop("adapter_config.json")
+    del manifest["sha256"]
+    path.write_text(json.dumps(manifest | {"sha256": checkpoint._hash(manifest)}))
+    with pytest.raises(Unreadable, match="doesn't list the files"):
+        load(path.parent)
+
+
 def test_state_keeps_floats_exactly(tmp_path: Path) -> None:
     values = content(1) | {"state": {"best": 0.1 + 0.2, "loss": float("inf"), "seen": 2**60}}
     save(tmp_path, 1, **values)

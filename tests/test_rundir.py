@@ -160,14 +160,12 @@ def test_a_read_only_place_is_the_users_error_and_nothing_is_written(read_only: 
 # --- the lock ---------------------------------------------------------------------------------------------------------
 
 HOLDER = """
-import sys, time
+import os, sys, time
 from segtrain.rundir import RunDirectory
 with RunDirectory(sys.argv[1], resume=True) as run:
+    if sys.argv[2:] == ["fork"] and os.fork() == 0:
+        time.sleep(60)
     print("held", flush=True)
-    if sys.argv[2:] == ["fork"]:
-        import os
-        if os.fork() == 0:
-            time.sleep(60)
     time.sleep(60)
 """
 
@@ -351,6 +349,12 @@ def test_best_is_a_text_file_where_there_are_no_links(tmp_path: Path, monkeypatc
     assert (tmp_path / "best").read_text() == "checkpoints/step-0000002\n"
 
 
-def test_a_best_that_is_gone_is_none(tmp_path: Path) -> None:
-    (tmp_path / "best").symlink_to("checkpoints/step-0000001")
-    assert best(tmp_path) is None
+def test_a_best_that_is_gone_or_outside_the_run_is_none(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    run.mkdir()
+    (run / "best").symlink_to("checkpoints/step-0000001")
+    assert best(run) is None
+    (run / "best").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    (run / "best").write_text("../elsewhere\n")
+    assert best(run) is None
