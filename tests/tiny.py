@@ -150,7 +150,9 @@ def mlx_lm_gradients(model: nn.Module, lora: Lora, ids: list[int], prompt: int) 
 
 def as_float32(model: nn.Module) -> None:
     """The same weights in float32: the truth that lower precisions are held to."""
-    model.update(tree_map(lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w, model.parameters()))
+    model.update(
+        tree_map(lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w, model.parameters())
+    )
 
 
 def relative(truth: Mapping[str, mx.array], other: Mapping[str, mx.array]) -> float:

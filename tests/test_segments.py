@@ -1,0 +1,86 @@
+"""Segments: expected carries come from simulating the data flow by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from segtrain.segments import HIDDEN, Segment, cuts, split
+
+
+def test_cuts_leave_the_last_run_shorter():
+    assert cuts(0, 7, 3) == [(0, 3), (3, 6), (6, 7)]
+    assert cuts(2, 6, 2) == [(2, 4), (4, 6)]
+    assert cuts(3, 3, 2) == []
+    assert cuts(0, 4, 99) == [(0, 4)]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_cuts_refuse_a_size_below_one(size: int):
+    with pytest.raises(ValueError, match=f"segment_size must be at least 1, not {size}"):
+        cuts(0, 4, size)
+
+
+def test_segment_prints_as_a_range():
+    assert str(Segment(2, 5)) == "[2:5]"
+    assert len(Segment(2, 5)) == 3
+
+
+def donor_at_1(i: int) -> tuple[str, ...]:
+    return ("k1", "v1") if i in (3, 4) else ()
+
+
+def made_by_1(i: int) -> tuple[str, ...]:
+    return ("k1", "v1") if i == 1 else ()
+
+
+def test_a_name_shared_inside_one_segment_crosses_nothing():
+    (whole,) = split(5, [(0, 5)], donor_at_1, made_by_1)
+    assert whole.reads == whole.writes == (HIDDEN,)
+
+
+def test_donor_writes_and_every_later_segment_that_uses_it_reads():
+    segments = split(5, [(0, 2), (2, 4), (4, 5)], donor_at_1, made_by_1)
+    assert [s.reads for s in segments] == [(HIDDEN,), (HIDDEN, "k1", "v1"), (HIDDEN, "k1", "v1")]
+    assert [s.writes for s in segments] == [(HIDDEN, "k1", "v1"), (HIDDEN,), (HIDDEN,)]
+
+
+@st.composite
+def flows(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]], list[set[str]], list[set[str]]]:
+    layers = draw(st.integers(1, 9))
+    edges = sorted(draw(st.sets(st.integers(1, layers - 1)))) if layers > 1 else []
+    bounds = list(zip([0, *edges], [*edges, layers], strict=True))
+    writers = draw(st.dictionaries(st.sampled_from("abcd"), st.integers(0, layers - 1)))
+    writes = [{name for name, i in writers.items() if i == layer} for layer in range(layers)]
+    reads = [{name for name, i in writers.items() if i < layer and draw(st.booleans())} for layer in range(layers)]
+    return layers, bounds, reads, writes
+
+
+def simulate(segments: list[Segment], reads: list[set[str]], writes: list[set[str]]) -> bool:
+    """Run the data flow with nothing but the declared carries: does every layer find what it reads?"""
+    carry: set[str] = {HIDDEN}
+    for segment in segments:
+        if not set(segment.reads) <= carry:
+            return False
+        known = set(segment.reads)
+        for i in range(segment.lo, segment.hi):
+            if not reads[i] <= known:
+                return False
+            known |= writes[i]
+        carry |= known & set(segment.writes)
+    return True
+
+
+@given(flows())
+def test_split_carries_what_is_needed_and_nothing_else(flow: tuple):
+    layers, bounds, reads, writes = flow
+    segments = split(layers, bounds, reads.__getitem__, writes.__getitem__)
+    assert [(s.lo, s.hi) for s in segments] == bounds
+    assert simulate(segments, reads, writes)
+    for n, s in enumerate(segments):
+        assert s.reads[0] == s.writes[0] == HIDDEN
+        for name in s.reads[1:]:
+            poorer = Segment(s.lo, s.hi, tuple(r for r in s.reads if r != name), s.writes)
+            assert not simulate([*segments[:n], poorer, *segments[n + 1 :]], reads, writes)
+        for name in s.writes[1:]:
+            poorer = Segment(s.lo, s.hi, s.reads, tuple(w for w in s.writes if w != name))
+            assert not simulate([*segments[:n], poorer, *segments[n + 1 :]], reads, writes)
