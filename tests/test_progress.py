@@ -21,6 +21,7 @@ from segtrain.events import (
     TrainStep,
 )
 from segtrain.progress import make_progress, print_bench, print_check, print_models, print_preview, print_verify
+from segtrain.terminal.check import doubling_bins
 from segtrain.terminal.console import is_live
 from segtrain.terminal.format import clean, clipped, compact, count, duration, gib, wrapped
 from segtrain.terminal.table import bar, stacked, table_lines
@@ -336,6 +337,12 @@ def test_check_shows_lengths_reasons_and_a_sample_with_brackets():
     assert "duplicates  3" in text
     assert "2 of 5 tokens are supervised, in [brackets]" in text
     assert "user|\\n|\nHi|[\\x1b[31m][.]" in text
+
+
+def test_bins_double_and_leave_no_gap():
+    assert doubling_bins([5, 7, 8, 40]) == [(4, 7, 2), (8, 15, 1), (16, 31, 0), (32, 63, 1)]
+    assert doubling_bins([]) == []
+    assert "32 to 63  1" in printed(print_check, {"counts": {}, "lengths": [5, 40]})
 
 
 def test_check_on_a_terminal_marks_supervised_tokens_by_underline_too():

@@ -1,5 +1,6 @@
 """`segtrain check`: what is in the data set, and one row with its supervised tokens marked."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +17,14 @@ _NEWLINE = "\\n"
 
 
 def print_check(report: object, *, console: Console | None = None) -> None:
-    """Draw a data check: counts, lengths, what was dropped or truncated and why, duplicates, a sample."""
+    """Draw a data check: counts, lengths, what was dropped or truncated and why, duplicates, a sample.
+
+    `report` has histogram, bins of (first, last, rows), or lengths (tokens of each row), from which bins are made.
+    """
     console = console or make_console()
     width = line_width(console)
     write(console, *wrapped("data", listed(pick(report, "counts", default={}) or {}), width))
-    histogram = pick(report, "histogram", "length_histogram", default=())
+    histogram = pick(report, "histogram") or doubling_bins(pick(report, "lengths", default=()))
     if histogram:
         write(console, "", Text("tokens a row", "bold"), *histogram_lines(histogram, unicode_bars(console)))
     percentiles = pick(report, "percentiles")
@@ -31,6 +35,16 @@ def print_check(report: object, *, console: Console | None = None) -> None:
     sample = pick(report, "sample")
     if sample is not None:
         write(console, "", *sample_lines(sample, width, brackets=not is_live(console)))
+
+
+def doubling_bins(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first, last, rows) for 1, 2 to 3, 4 to 7 and so on, from the shortest row's bin to the longest's."""
+    rows = Counter(length.bit_length() for length in lengths)
+    return [(1 << (bits - 1) if bits else 0, (1 << bits) - 1, rows[bits]) for bits in _all_between(rows)]
+
+
+def _all_between(rows: Mapping[int, int]) -> range:
+    return range(min(rows), max(rows) + 1) if rows else range(0)
 
 
 def histogram_lines(bins: Iterable[Any], unicode: bool = True) -> list[str]:
