@@ -5,11 +5,13 @@
 - `blocks`: a block loop with its own backward (`attention_blocks`), everywhere;
 - `dense`: MLX's composed operations, which hold all scores: only where those are few.
 
-`BACKENDS` says what each backend can do, `choose` follows from it. Shapes: q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv].
+`BACKENDS` says what each backend can do, `choose` follows from it.
+
+Shapes: q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv].
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
 
@@ -27,12 +29,17 @@ _sdpa = mx.fast.scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class Backend:
-    """A row of the table: for what the fused kernel has a memory-bounded backward, and the sizes that suit the backend.
+    """A row of the table: what the fused kernel has a memory-bounded backward for, and sizes that suit the backend.
 
-    `head_dims` and `dtypes` empty: for nothing. `query_multiple`: the query length must be a multiple of it. `array_mask`: also
-    with an array as mask. `sinks`: also with attention sinks. `unequal_dims`: also where values have another head dim than keys.
-    `fused_rows`: longer rows are split into calls of so many queries. `dense_bytes`: up to so many bytes of scores are
-    computed at once where nothing is fused. `tile_bytes`, `power`: see `Blocks`.
+    - `head_dims`, `dtypes`: for which, with the mask "causal" (none: never fused);
+    - `query_multiple`: the query length must be a multiple of it (`attend` pads);
+    - `array_mask`, `sinks`, `unequal_dims`: also with an array as mask, with sinks, with D != Dv;
+    - `fused_rows`: longer rows are split into calls of so many queries;
+    - `dense_bytes`: up to so many bytes of scores are computed at once where nothing is fused;
+    - `tile_bytes`, `power`: see `Blocks`.
+
+    CUDA's row was run on an H200, Metal's is read from binaries and was not run; the CPU's sizes were measured
+    (`benchmarks/attention.py`). CUDA takes sinks too, but gives no gradient for them.
     """
 
     name: str
@@ -66,7 +73,7 @@ BACKENDS = {
         dtypes=(*_HALF, mx.float32),
         tile_bytes=64 << 20,
     ),
-    "cpu": Backend("cpu", tile_bytes=4 << 20, power=True),
+    "cpu": Backend("cpu", tile_bytes=1 << 20, power=True),
 }
 
 
@@ -147,14 +154,14 @@ def attend(
     branches: tuple[int, ...] = (),
     rows: Backend | None = None,
 ) -> mx.array:
-    """Causal attention, aligned at the lower right; output [B, Hq, Tq, Dv] in q's dtype. Equals `reference`, gradients too.
+    """Causal attention, aligned at the lower right: output [B, Hq, Tq, Dv] in q's dtype.
 
-    A row sees keys at most `window - 1` positions before it. `softcap` c replaces scores by c tanh(score / c). `sinks` [Hq]
-    adds one score without a value to each head's softmax.
+    Equals `reference`, gradients too. A row sees keys at most `window - 1` positions before it. `softcap` c replaces
+    scores by c tanh(score / c). `sinks` [Hq] adds one score without a value to each head's softmax.
 
-    With `branches` (lengths that, with `prefix`, add up to Tq = Tk) the rows are a common prefix followed by independent
-    continuations: a branch sees the prefix and its own earlier rows, and its positions, which windows count,
-    start at `prefix`. `rows` overrides the table's row of the default device.
+    With `branches` (lengths that, with `prefix`, add up to Tq = Tk) the rows are a common prefix followed by
+    independent continuations: a branch sees the prefix and its own earlier rows, and its positions, which windows
+    count, start at `prefix`. `rows` overrides the table's row of the default device.
 
     Raises ValueError for lengths that do not fit each other.
     """
@@ -227,7 +234,8 @@ def _fused(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
         stop = min(q.shape[2], start + rule.rows.fused_rows)
         block, seen = q[:, :, start:stop], before + stop
         if parts:
-            parts[-1], block = _in_order(parts[-1], block)
+            ordered: Any = _in_order(parts[-1], block)
+            parts[-1], block = ordered
         parts.append(_sdpa(block, k[:, :, :seen], v[:, :, :seen], scale=rule.scale, mask="causal", sinks=rule.sinks))
     out = mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
     return out[:, :, :count]

@@ -1,7 +1,7 @@
-"""Sliding-window attention as a band: linear in the number of rows, for backends whose fused kernel takes array masks.
+"""Sliding-window attention as a band: linear in the number of rows, where the fused kernel takes array masks.
 
-Rows are cut into blocks of c >= window rows, which become a batch dimension. Row i of a block sees the 2c keys of the previous
-block and its own, of which j is visible if i < ... <= i + c and within the window: one mask [c, 2c] serves all blocks. The first
+Rows are cut into blocks of c >= window rows, which become a batch dimension. Row i of a block sees, of the 2c keys of
+the previous block and its own, those j with i + c - window < j <= i + c: one mask [c, 2c] serves all blocks. The first
 rows, which have no whole block of keys before them, are one small call of their own.
 """
 
@@ -27,7 +27,7 @@ def band(q: mx.array, k: mx.array, v: mx.array, *, scale: float, window: int, mu
 
 
 def window_mask(rows: int, keys: int, window: int) -> mx.array:
-    """[rows, keys] bool, aligned at the lower right: the key is not later than the row, and less than `window` before it."""
+    """[rows, keys] bool, aligned at the lower right: keys not later than the row, and less than `window` before it."""
     distance = mx.arange(keys - rows, keys)[:, None] - mx.arange(keys)[None]
     return (distance >= 0) & (distance < window)
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 def visibility(
     rows: int, keys: int, *, window: int | None = None, prefix: int = 0, branches: tuple[int, ...] = ()
 ) -> mx.array:
-    """Who sees whom, [rows, keys] bool: row by row the sentence of `attend`'s docstring. Rows are the last of the keys."""
+    """Who sees whom, [rows, keys] bool, as `attend`'s docstring says. Rows are the last of the keys."""
     position = mx.arange(keys)
     branch = mx.zeros((keys,), mx.int32)
     if branches:
