@@ -136,8 +136,9 @@ def test_a_full_disk_while_a_checkpoint_is_replaced_keeps_one_of_the_two(tmp_pat
     stored(tmp_path, 1)
     stored(tmp_path, 2)
     for _ in faults(tmp_path, lambda: stored(tmp_path, 2)):
-        clean(tmp_path)
         assert is_whole(tmp_path, 1)
+        assert is_whole(tmp_path, 2)
+        clean(tmp_path)
         assert is_whole(tmp_path, 2)
         assert hidden(tmp_path) == []
 
