@@ -200,7 +200,7 @@ SHARED = {"prefix": 20, "branches": (15, 22)}
 @pytest.mark.parametrize("rows", FORCED, ids=lambda rows: rows.name)
 @pytest.mark.parametrize("rule", [CAUSAL, WINDOW, SHARED, {"softcap": 2.0}])
 def test_adjoint_identity(rows, rule):
-    """<A t, w> = <t, A^T w>: A t is a central difference in float32 of the dense definition, A^T w the vjp under test."""
+    """<A t, w> = <t, A^T w>: A t by central differences of the dense definition, A^T w the vjp under test."""
     q, k, v, _, cotangent = arrays(rows=57, keys=57)
     tangents = arrays(rows=57, keys=57, seed=1)[:3]
     step = 1e-2

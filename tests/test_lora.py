@@ -1,6 +1,7 @@
 """LoRA: formulas written out, and names compared with what mlx-lm itself attaches."""
 
 import math
+from contextlib import suppress
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -128,9 +129,9 @@ def test_set_and_values_round_trip():
 def test_swapped_puts_the_arrays_back_after_an_exception():
     lora = attach(tiny.build("llama"), rank=2, scale=1.0)
     before = [slot.value for slot in lora.slots()]
-    with pytest.raises(RuntimeError, match="boom"), swapped(lora.slots(), [mx.zeros(v.shape) for v in before]):
+    with suppress(RuntimeError), swapped(lora.slots(), [mx.zeros(v.shape) for v in before]):
         assert not lora.slots()[0].value.any()
-        raise RuntimeError("boom")
+        raise RuntimeError
     assert all(slot.value is value for slot, value in zip(lora.slots(), before, strict=True))
 
 
@@ -161,8 +162,8 @@ def test_dropout_does_not_draw_from_the_global_random_state():
 def test_dropout_is_off_while_disabled_and_back_after_an_exception():
     keys = DropoutKeys()
     dropout = plain("m", 0.5, keys)
-    with pytest.raises(RuntimeError, match="boom"), keys.disabled():
+    with suppress(RuntimeError), keys.disabled():
         assert dropout(mx.ones((8, 8))).all()
-        raise RuntimeError("boom")
+        raise RuntimeError
     assert keys.active
     assert not dropout(mx.ones((8, 8))).all()

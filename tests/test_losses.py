@@ -81,7 +81,7 @@ EXTREMES = [0.0, -0.0, -1e-45, -1e-9, -1e-7, -1e-6, -1e-5, -0.6931472, -50.0, -1
 @pytest.mark.parametrize("chosen", EXTREMES)
 @pytest.mark.parametrize("rejected", EXTREMES)
 def test_no_nan_and_finite_gradients_at_the_ends(chosen: float, rejected: float):
-    """A response of probability 1 (log-prob 0) and one of probability 0; rounding may even give a log-prob just above 0."""
+    """Responses of probability 1 (log-prob 0), of probability 0, and all between."""
     value, grads = value_and_grad(orpo(0.1), as_sums(-1.0, chosen, rejected), COUNTS)
     assert all(math.isfinite(x.item()) for x in (value.total, *value.metrics.values(), *grads.values()))
 
@@ -102,7 +102,7 @@ def test_log1mexp_and_log_odds_match_double_precision(x: float):
 def trl_orpo(chosen_logits, chosen_ids, rejected_logits, rejected_ids, prompt: int, beta: float) -> float:
     """TRL's ORPOTrainer restated: average log-probs over response labels, NLL over every label of prompt + chosen.
 
-    losses = logsigmoid(log_odds), loss = nll - beta * losses; inputs are [T, V] logits and [T] ids, in double precision.
+    losses = logsigmoid(log_odds), loss = nll - beta * losses. [T, V] logits and [T] ids, in double precision.
     """
 
     def token_logps(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -1,0 +1,200 @@
+"""Gradients: segmented equals full backward equals mlx-lm's own, over families, segment sizes, options and precisions.
+
+Errors are norm-relative, per tensor, in float32 unless said otherwise. Controls at the end must fail.
+"""
+
+from functools import cache
+
+import mlx.core as mx
+import pytest
+import tiny
+
+from segtrain import losses
+from segtrain.engine import FullBackward, SegmentedBackward, Step
+from segtrain.layouts import Layout, pair
+from segtrain.lora import DropoutKeys, Lora
+from segtrain.models.stack import LayerStack
+
+FAMILIES = list(tiny.FAMILIES)
+IDS = tiny.tokens(18)
+PROMPT = 6
+TOLERANCE = 1e-5
+MAX_LAYERS = 99
+
+
+def row() -> Layout:
+    return tiny.row(len(IDS), PROMPT)
+
+
+@cache
+def setup(family: str, bits: int = 0, tied: bool | None = None, **lora) -> tuple[LayerStack, Lora]:
+    changes = {} if tied is None else {"tie_word_embeddings": tied}
+    model = tiny.build(family, bits=bits, **changes)
+    attached = tiny.attach(model, **lora)
+    return LayerStack(model), attached
+
+
+@cache
+def full(family: str, **options) -> Step:
+    stack, lora = setup(family, **options)
+    return FullBackward(stack, lora, losses.sft).step(row())
+
+
+def segmented(family: str, options: dict | None = None, **engine) -> Step:
+    stack, lora = setup(family, **(options or {}))
+    return SegmentedBackward(stack, lora, losses.sft, **engine).step(row())
+
+
+def check(expected: Step, actual: Step, tolerance: float = TOLERANCE) -> None:
+    assert actual.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=2e-6)
+    assert tiny.relative(expected.grads, actual.grads) < tolerance
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bits", [0, 4])
+def test_full_and_segmented_are_mlx_lms_gradients(family: str, bits: int):
+    stack, lora = setup(family, bits=bits)
+    loss, grads = tiny.mlx_lm_gradients(stack.model, lora, IDS, PROMPT)
+    for step in (full(family, bits=bits), segmented(family, {"bits": bits})):
+        assert step.loss.total.item() == pytest.approx(loss, rel=2e-6)
+        assert tiny.relative(grads, step.grads) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [1, 2, 3, MAX_LAYERS])
+def test_every_segment_size(family: str, size: int):
+    check(full(family), segmented(family, segment_size=size, head_chunk=5))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4_text"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("keep", [0, 2])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_every_combination_of_options(family: str, size: int, keep: int, stride: int, lookahead: int):
+    check(full(family), segmented(family, segment_size=size, keep=keep, stride=stride, lookahead=lookahead))
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"llama", "gemma4_text"}))
+@pytest.mark.parametrize("options", [{"keep": 2}, {"stride": 3, "lookahead": 1}, {"keep": MAX_LAYERS}], ids=str)
+def test_options_in_other_families(family: str, options: dict):
+    check(full(family), segmented(family, **options))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_heads_in_chunks_of_few_rows(tied: bool, bits: int, chunk: int):
+    options = {"tied": tied, "bits": bits}
+    check(full("qwen2", **options), segmented("qwen2", options, head_chunk=chunk))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4_text"])
+@pytest.mark.parametrize("layers", [(3, 5), (4, 5), (1, 3), (2, 5)])
+@pytest.mark.parametrize("engine", [{"segment_size": 1}, {"segment_size": 2}, {"segment_size": 2, "keep": 2}], ids=str)
+def test_lora_on_some_layers(family: str, layers: tuple[int, int], engine: dict):
+    """On gemma4 the trainable readers 3, 4 have donors 1, 2 below them, inside and outside the range."""
+    check(full(family, layers=layers), segmented(family, {"layers": layers}, **engine))
+
+
+@pytest.mark.parametrize("targets", ["q_proj", "down_proj", ("k_proj", "v_proj")])
+def test_lora_on_some_modules(targets):
+    """On gemma4 only donors and earlier layers have key and value projections in use."""
+    for family in ("llama", "gemma4_text"):
+        check(full(family, targets=targets), segmented(family, {"targets": targets}, segment_size=2))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4_text"])
+@pytest.mark.parametrize("size", [1, 2, 3, MAX_LAYERS])
+@pytest.mark.parametrize("engine", [{}, {"keep": 2}, {"stride": 2}], ids=str)
+def test_dropout_is_the_same_in_the_recomputation(family: str, size: int, engine: dict):
+    check(full(family, dropout=0.3), segmented(family, {"dropout": 0.3}, segment_size=size, **engine))
+
+
+def test_dropout_is_the_same_in_both_streams_of_a_pair():
+    stack, lora = setup("llama", dropout=0.3)
+    layout, loss = pair(IDS[:5], IDS[5:11], IDS[11:15]), losses.orpo(0.5)
+    expected = FullBackward(stack, lora, loss).step(layout)
+    for engine in ({}, {"segment_size": 2}, {"keep": 3}):
+        check(expected, SegmentedBackward(stack, lora, loss, **engine).step(layout))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 17])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("bits", [0, 4])
+def test_mlp_in_chunks_of_tokens(rows: int, dropout: float, bits: int):
+    options = {"dropout": dropout, "bits": bits}
+    stack, _ = setup("llama", **options)
+    stack.mlp_rows = rows
+    try:
+        step = segmented("llama", options, segment_size=2)
+    finally:
+        stack.mlp_rows = None
+    check(full("llama", **options), step)
+
+
+@pytest.mark.parametrize("engine", [{}, {"segment_size": 2, "keep": 2}], ids=str)
+def test_dense_copies_of_quantised_weights(engine: dict):
+    stack, _ = setup("llama", bits=4)
+    stack.dequantize = True
+    try:
+        step = segmented("llama", {"bits": 4}, **engine)
+    finally:
+        stack.dequantize = False
+    check(full("llama", bits=4), step)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text"])
+@pytest.mark.parametrize("bits", [0, 4])
+def test_bf16_is_as_near_to_the_float32_truth_as_full_backward(family: str, bits: int):
+    """err_ours <= 1.1 err_reference + 1e-3; the truth has the very same weights, widened."""
+    model = tiny.build(family, bits=bits)
+    model.set_dtype(mx.bfloat16)
+    lora = tiny.attach(model)
+    stack = LayerStack(model)
+    ours = SegmentedBackward(stack, lora, losses.sft, segment_size=2, head_chunk=4).step(row()).grads
+    reference = FullBackward(stack, lora, losses.sft).step(row()).grads
+    _, theirs = tiny.mlx_lm_gradients(model, lora, IDS, PROMPT)
+    tiny.as_float32(model)
+    _, truth = tiny.mlx_lm_gradients(model, lora, IDS, PROMPT)
+    error = tiny.overall(truth, ours)
+    assert error < 1.1 * tiny.overall(truth, reference) + 1e-3
+    assert error < 1.1 * tiny.overall(truth, theirs) + 1e-3
+    assert error > 1e-4  # bf16 was really used
+
+
+# Controls: each breaks one thing, and must be seen.
+
+
+def test_control_a_dropped_donor_cotangent_is_seen(monkeypatch):
+    original = SegmentedBackward._segment_vjp
+
+    def dropping(self, tape, segment, carry, cotangents, grads, settle):
+        original(self, tape, segment, carry, cotangents, grads, settle)
+        for name in [n for n in cotangents if n != "h"]:
+            cotangents[name] = mx.zeros_like(cotangents[name])
+
+    monkeypatch.setattr(SegmentedBackward, "_segment_vjp", dropping)
+    assert tiny.relative(full("gemma4_text").grads, segmented("gemma4_text").grads) > 0.1
+
+
+def test_control_dropout_keyed_by_a_call_counter_is_seen(monkeypatch):
+    calls: list[str] = []
+
+    def counting(self: DropoutKeys, module: str) -> mx.array:
+        calls.append(module)
+        return mx.random.key(len(calls))
+
+    stack, lora = setup("llama", dropout=0.3)
+    monkeypatch.setattr(DropoutKeys, "key", counting)
+    expected = FullBackward(stack, lora, losses.sft).step(row())
+    calls.clear()
+    step = SegmentedBackward(stack, lora, losses.sft).step(row())
+    assert step.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=1e-5)  # the forward pass agrees
+    assert tiny.relative(expected.grads, step.grads) > 0.1
+
+
+def test_control_a_skipped_segment_is_seen(monkeypatch):
+    original = LayerStack.run
+    monkeypatch.setattr(LayerStack, "run", lambda self, tape, carry, lo, hi: original(self, tape, carry, lo, max(hi - 1, lo + 1)))
+    assert tiny.relative(full("llama").grads, segmented("llama", segment_size=2).grads) > 0.1
