@@ -169,16 +169,25 @@ def attend(
     rule = _Rule(scale, window, softcap, rows or backend(), sinks)
     if not branches:
         return _causal(q, k, v, rule)
-    first = prefix + branches[0]
-    parts = [_causal(q[:, :, :first], k[:, :, :first], v[:, :, :first], rule)] if first else []
-    reach = 0 if window is None else max(0, prefix - window + 1)
-    for length in branches[1:]:
-        start, stop = first, first + length
-        own = [mx.concatenate([x[:, :, reach:prefix], x[:, :, start:stop]], axis=2) for x in (k, v)]
-        if length:
-            parts.append(_causal(q[:, :, start:stop], own[0], own[1], rule))
-        first = stop
-    return mx.concatenate(parts, axis=2)
+    return mx.concatenate(_branches(q, k, v, rule, prefix, branches), axis=2)
+
+
+def _branches(
+    q: mx.array, k: mx.array, v: mx.array, rule: _Rule, prefix: int, branches: tuple[int, ...]
+) -> list[mx.array]:
+    """Outputs of [prefix; first branch], then of each further branch against [the prefix it can reach; itself]."""
+    reach = 0 if rule.window is None else max(0, prefix - rule.window + 1)
+    start = prefix + branches[0]
+    parts = [_causal(q[:, :, :start], k[:, :, :start], v[:, :, :start], rule)] if start else []
+    for length in filter(None, branches[1:]):
+        stop = start + length
+        block = q[:, :, start:stop]
+        keys, values = (mx.concatenate([x[:, :, reach:prefix], x[:, :, start:stop]], axis=2) for x in (k, v))
+        if parts:
+            parts[-1], block = _in_order(parts[-1], block)
+        parts.append(_causal(block, keys, values, rule))
+        start = stop
+    return parts
 
 
 def _check(q: mx.array, k: mx.array, v: mx.array, window: int | None, prefix: int, branches: tuple[int, ...]) -> None:
@@ -234,21 +243,25 @@ def _fused(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
         stop = min(q.shape[2], start + rule.rows.fused_rows)
         block, seen = q[:, :, start:stop], before + stop
         if parts:
-            ordered: Any = _in_order(parts[-1], block)
-            parts[-1], block = ordered
+            parts[-1], block = _in_order(parts[-1], block)
         parts.append(_sdpa(block, k[:, :, :seen], v[:, :, :seen], scale=rule.scale, mask="causal", sinks=rule.sinks))
     out = mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
     return out[:, :, :count]
 
 
-@mx.custom_function
 def _in_order(done: mx.array, following: mx.array) -> tuple[mx.array, mx.array]:
     """Both arrays, `following` only once `done` is computed; in the backward pass the other way round."""
+    ordered: Any = _ordered(done, following)
+    return ordered
+
+
+@mx.custom_function
+def _ordered(done: mx.array, following: mx.array) -> tuple[mx.array, mx.array]:
     return done, mx.depends([following], [done])[0]
 
 
-@_in_order.vjp
-def _in_order_vjp(
+@_ordered.vjp
+def _ordered_vjp(
     inputs: tuple[mx.array, mx.array], cotangents: tuple[mx.array, mx.array], outputs: tuple[mx.array, mx.array]
 ) -> tuple[mx.array, mx.array]:
     done, following = cotangents
