@@ -1,7 +1,7 @@
 """The recipe: what to train, on what, and how. Frozen values, checked once and all at once.
 
-`load_recipe` reads a file, applies `--set`, translates an mlx-lm LoRA recipe's keys and reports every error together, each
-with its YAML path. Nothing here imports mlx.
+`load_recipe` reads a file, applies `--set`, translates an mlx-lm LoRA recipe's keys and reports every error together,
+each with its YAML path. Nothing here imports mlx.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from pydantic import (
 
 from segtrain import mlx_lm_keys, recipe_yaml
 from segtrain.errors import UserError
-from segtrain.recipe_problems import Problem, problems_error, render
+from segtrain.recipe_problems import Problem, lines_of, listing, problems_error
 
 Auto: TypeAlias = Literal["auto"]
 Part: TypeAlias = Literal["train", "valid", "test"]
@@ -84,11 +84,11 @@ class Section(BaseModel):
 
 
 class Source(Section):
-    """One data set: a file, glob, directory or hub id. Sources with weights are mixed in those proportions, others follow
-    one another."""
+    """One data set: a file, glob, directory or hub id. Sources with weights are mixed in those proportions, others
+    follow one another."""
 
     path: str = Field(min_length=1)
-    weight: float | None = Field(None, gt=0)
+    weight: float | None = Field(default=None, gt=0)
     subset: str | None = None
     split: str | None = None
     columns: dict[str, str] = {}
@@ -109,11 +109,11 @@ class DataRecipe(Section):
     valid: Sources = ()
     test: Sources = ()
     format: Literal["auto", "chat", "completion", "text", "preference"] = "auto"
-    max_seq_length: int = Field(2048, ge=2)
+    max_seq_length: int = Field(default=2048, ge=2)
     on_long: Literal["drop", "truncate_prompt", "truncate", "error"] = "drop"
     supervise: Literal["assistant", "last", "all"] = "assistant"
     streaming: bool = False
-    shuffle_window: int = Field(10_000, ge=1)
+    shuffle_window: int = Field(default=10_000, ge=1)
     columns: dict[str, str] = {}  # our field name -> the data's
     chat_template: str | None = None  # a Jinja template or a file that holds one
     subset: str | None = None
@@ -145,11 +145,11 @@ class DataRecipe(Section):
 class LoraRecipe(Section):
     """Which layers get LoRA and how strong it is. Without `alpha` and `scale`, alpha is 16."""
 
-    rank: int = Field(8, ge=1)
-    alpha: float | None = Field(None, gt=0)
-    scale: float | None = Field(None, gt=0)
+    rank: int = Field(default=8, ge=1)
+    alpha: float | None = Field(default=None, gt=0)
+    scale: float | None = Field(default=None, gt=0)
     rslora: bool = False
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: Annotated[Texts, Field(min_length=1)] = ("all-linear",)
     layers: Any = "all"  # "all", N (the last N) or (lo, hi): layers lo..hi-1
 
@@ -227,26 +227,26 @@ class EngineRecipe(Section):
 class OrpoRecipe(Section):
     """`beta` is the paper's lambda, the weight of the odds-ratio term."""
 
-    beta: float = Field(0.1, ge=0)
+    beta: float = Field(default=0.1, ge=0)
     sft_scope: Literal["full", "response"] = "full"
 
 
 class TrainRecipe(Section):
     """How long and how fast. Steps and warm-up count optimiser updates; without `steps` and `epochs`, one epoch."""
 
-    steps: int | None = Field(None, ge=1)
-    epochs: int | None = Field(None, ge=1)
-    learning_rate: float = Field(1e-4, gt=0)
-    final_learning_rate: float = Field(0.0, ge=0)  # where cosine and linear end
+    steps: int | None = Field(default=None, ge=1)
+    epochs: int | None = Field(default=None, ge=1)
+    learning_rate: float = Field(default=1e-4, gt=0)
+    final_learning_rate: float = Field(default=0.0, ge=0)  # where cosine and linear end
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int | None = Field(None, ge=0)
-    warmup_ratio: float | None = Field(None, ge=0, lt=1)
+    warmup_steps: int | None = Field(default=None, ge=0)
+    warmup_ratio: float | None = Field(default=None, ge=0, lt=1)
     optimizer: Literal["adamw", "adam", "sgd", "adafactor", "muon"] = "adamw"
     optimizer_config: dict[str, Any] = {}
-    weight_decay: float = Field(0.0, ge=0)
-    grad_accumulation_steps: int = Field(1, ge=1)
-    max_grad_norm: float | None = Field(1.0, ge=0)  # 0 or null: no clipping
-    seed: int = Field(0, ge=0, lt=2**63)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_accumulation_steps: int = Field(default=1, ge=1)
+    max_grad_norm: float | None = Field(default=1.0, ge=0)  # 0 or null: no clipping
+    seed: int = Field(default=0, ge=0, lt=2**63)
 
     def warmup(self, steps: int) -> int:
         """Warm-up updates in a run of `steps` updates."""
@@ -273,17 +273,17 @@ class EvalRecipe(Section):
 
     rows: Annotated[Any, BeforeValidator(lambda value: _all_or_rows(value))] = "all"
     prompts: Texts = ()
-    max_tokens: int = Field(100, ge=1)
+    max_tokens: int = Field(default=100, ge=1)
 
 
 class OutputRecipe(Section):
     """Where the run goes and how often it writes. Intervals count optimiser updates; 0: at the end only."""
 
-    dir: str = Field("runs/run", min_length=1)
-    save_every: int = Field(100, ge=0)
-    eval_every: int = Field(100, ge=0)
-    report_every: int = Field(1, ge=1)
-    keep_checkpoints: int = Field(3, ge=1)
+    dir: str = Field(default="runs/run", min_length=1)
+    save_every: int = Field(default=100, ge=0)
+    eval_every: int = Field(default=100, ge=0)
+    report_every: int = Field(default=1, ge=1)
+    keep_checkpoints: int = Field(default=3, ge=1)
     report_to: Annotated[
         tuple[Literal["wandb", "tensorboard", "trackio"], ...], BeforeValidator(_listed), Strict(False)
     ] = ()
@@ -330,7 +330,7 @@ class Recipe(Section):
         """The part that decides what is learnt.
 
         Left out: `engine` (exact whatever it says), `output` and `eval` (when to write and look), `data.valid` and
-        `data.test`, `trust_remote_code`. Kept: all else, `train.steps` and `epochs` too, since schedules end with the run.
+        `data.test`, `trust_remote_code`. Kept: all else, `train.steps` and `epochs` too, as schedules end with the run.
         """
         plain = self.dump()
         data = {name: value for name, value in plain["data"].items() if name not in ("valid", "test")}
@@ -341,14 +341,9 @@ class Recipe(Section):
         return hashlib.sha256(json.dumps(self.training_view(), sort_keys=True).encode()).hexdigest()
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], source: str = "recipe", notices: Sequence[str] = ()) -> "Recipe":
-        """Check `values`. Raises UserError with every error at once."""
-        try:
-            recipe = cls.model_validate(dict(values))
-        except ValidationError as error:
-            raise UserError(render(error, cls, source)) from None
-        recipe._notices = (*notices, *recipe._own_notices())
-        return recipe
+    def from_mapping(cls, values: Mapping[str, Any], source: str = "recipe") -> "Recipe":
+        """Check `values`, this recipe's keys or mlx-lm's. Raises UserError with every error at once."""
+        return _checked(mlx_lm_keys.translate(values), source)
 
     def _own_notices(self) -> Iterator[str]:
         if self.trust_remote_code:
@@ -356,29 +351,38 @@ class Recipe(Section):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a YAML file, with `overrides` such as `train.steps=5`; relative paths start at the working directory.
+    """The recipe in a YAML file, with `overrides` such as `train.steps=5`; relative paths start at the working
+    directory.
 
     Raises UserError, with every error at once. `output.dir` is runs/<file name> where it isn't given.
     """
     source = Path(path)
-    values, notices = translate(recipe_yaml.read(source), overrides, str(source))
-    output = values.setdefault("output", {})
-    if isinstance(output, dict) and output.get("dir") is None:
-        output["dir"] = f"runs/{source.stem}"
-    return Recipe.from_mapping(values, str(source), notices)
-
-
-def translate(values: dict[str, Any], overrides: Sequence[str], source: str) -> tuple[dict[str, Any], list[str]]:
-    """Apply `overrides` and turn mlx-lm's keys into this recipe's; also returns what the user should be told."""
     changes = recipe_yaml.assignments(overrides)
-    alias = [(path, value) for path, value in changes if mlx_lm_keys.is_alias(path)]
-    for path, value in alias:
-        recipe_yaml.assign(values, path, value)
-    values, notices = mlx_lm_keys.translate(values, source)
-    for path, value in changes:
-        if not mlx_lm_keys.is_alias(path):
-            recipe_yaml.assign(values, path, value)
-    return values, notices
+    values = recipe_yaml.read(source)
+    for name, value in changes:
+        if mlx_lm_keys.is_alias(name):
+            recipe_yaml.assign(values, name, value)
+    translation = mlx_lm_keys.translate(values)
+    for name, value in changes:
+        if not mlx_lm_keys.is_alias(name):
+            recipe_yaml.assign(translation.values, name, value)
+    if translation.values.get("output") is None:
+        translation.values["output"] = {}
+    if isinstance(output := translation.values["output"], dict):
+        output.setdefault("dir", f"runs/{source.stem}")
+    return _checked(translation, str(source))
+
+
+def _checked(translation: mlx_lm_keys.Translation, source: str) -> Recipe:
+    lines = list(translation.problems)
+    try:
+        recipe = Recipe.model_validate(translation.values)
+    except ValidationError as error:
+        lines += lines_of(error, Recipe, translation.origins)
+    if lines:
+        raise UserError(listing(dict.fromkeys(lines), source))
+    recipe._notices = (*translation.notices, *recipe._own_notices())
+    return recipe
 
 
 def differences(old: Recipe, new: Recipe, *, training_only: bool = False) -> list[str]:

@@ -44,9 +44,9 @@ def problems_error(*problems: Problem) -> PydanticCustomError:
     return PydanticCustomError("problems", "inconsistent", {"problems": list(problems)})
 
 
-def render(error: ValidationError, model: type[BaseModel], source: str) -> str:
-    """All errors as one message, `source` first."""
-    return listing(dict.fromkeys(line for detail in error.errors() for line in _lines(detail, model)), source)
+def lines_of(error: ValidationError, model: type[BaseModel], origins: Mapping[str, str]) -> list[str]:
+    """One line for each error; `origins` names the key that the user wrote where it isn't the path itself."""
+    return [line for detail in error.errors() for line in _lines(detail, model, origins)]
 
 
 def listing(lines: typing.Iterable[str], source: str) -> str:
@@ -63,15 +63,16 @@ def suggestion(key: str, valid: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; the keys here are {', '.join(valid)}"
 
 
-def _lines(detail: ErrorDetails, model: type[BaseModel]) -> Iterator[str]:
+def _lines(detail: ErrorDetails, model: type[BaseModel], origins: Mapping[str, str]) -> Iterator[str]:
     path = _path(detail["loc"])
     if detail["type"] == "problems":
         for problem in detail["ctx"]["problems"]:
-            yield f"{path}.{problem.key}: {problem.text}"
+            where = f"{path}.{problem.key}"
+            yield f"{origins.get(where, where)}: {problem.text}"
     elif detail["type"] == "extra_forbidden":
         yield f"{path}: unknown key{_place(detail['loc'], model)}"
     else:
-        yield f"{path} {_sentence(detail)}"
+        yield f"{origins.get(path, path)} {_sentence(detail)}"
 
 
 def _sentence(detail: ErrorDetails) -> str:
