@@ -24,8 +24,8 @@ the faster way for short rows.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 
@@ -47,6 +47,21 @@ class Tape(Protocol):
     def embedded(self) -> mx.array: ...
 
 
+class Pure(Protocol):
+    """Layers lo..hi-1 as a function of carries and frozen arrays; equal keys, equal functions."""
+
+    @property
+    def key(self) -> tuple | None: ...
+    @property
+    def lo(self) -> int: ...
+    @property
+    def hi(self) -> int: ...
+    @property
+    def run(self) -> Callable[[Mapping[str, mx.array], Sequence[mx.array]], Carry]: ...
+    @property
+    def arrays(self) -> list[mx.array]: ...
+
+
 class Stack(Protocol):
     """A model whose layers run by ranges (`models.stack.LayerStack`)."""
 
@@ -55,6 +70,7 @@ class Stack(Protocol):
     def writes(self, i: int) -> tuple[str, ...]: ...
     def begin(self, stream: Stream) -> Tape: ...
     def run(self, tape: Tape, carry: Mapping[str, mx.array], lo: int, hi: int) -> Carry: ...
+    def pure(self, tape: Tape, lo: int, hi: int, *, shared: bool) -> Pure: ...
     def prepared(self, lo: int, hi: int) -> AbstractContextManager[None]: ...
     def logits(self, h: mx.array) -> mx.array: ...
     def whole(self, stream: Stream) -> mx.array: ...
@@ -123,12 +139,14 @@ class SegmentedBackward:
         keep: int = 0,
         stride: int = 1,
         lookahead: int = 0,
+        compiled: bool = False,
         meter: Meter = no_meter,
     ):
         if head_chunk < 1:
             raise ValueError(f"head_chunk must be at least 1, not {head_chunk}")
         self.stack, self.lora, self.loss, self.meter = stack, lora, loss, meter
-        self.head_chunk, self.lookahead = head_chunk, lookahead
+        self.head_chunk, self.lookahead, self.compiled = head_chunk, lookahead, compiled
+        self._traced: dict[tuple, Callable] = {}
         frozen, kept_from = lora.lowest, max(len(stack) - keep, lora.lowest)
         ranges = [(0, frozen, segment_size), (frozen, kept_from, segment_size), (kept_from, len(stack), len(stack))]
         bounds = [cut for lo, hi, size in ranges for cut in cuts(lo, hi, size)]
@@ -185,10 +203,8 @@ class SegmentedBackward:
         for group in groups:
             edges.append(carry)
             for segment in group:
-                with self.meter(f"forward{segment}", number), self.stack.prepared(segment.lo, segment.hi):
-                    out = self.stack.run(tape, _pick(carry, segment.reads), segment.lo, segment.hi)
-                    carry = carry | _pick(out, segment.writes)
-                    del out
+                with self.meter(f"forward{segment}", number):
+                    carry = carry | self._segment_forward(tape, segment, carry)
                     settle(_pick(carry, segment.writes))
         return [*edges, carry]
 
@@ -267,8 +283,19 @@ class SegmentedBackward:
         for group in reversed(self.groups):
             edges = self._forward(number, tape, saved.pop(), [[s] for s in group[:-1]], settle)
             for segment in reversed(group):
-                with self.meter(f"backward{segment}", number), self.stack.prepared(segment.lo, segment.hi):
+                with self.meter(f"backward{segment}", number):
                     self._segment_vjp(tape, segment, edges.pop(), cotangents, grads, settle)
+
+    def _segment_forward(self, tape: Tape, segment: Segment, carry: Carry) -> Carry:
+        """What `segment` writes, unevaluated."""
+        pure = self.stack.pure(tape, segment.lo, segment.hi, shared=self.compiled)
+
+        def forward(given: Carry, values: list[mx.array], arrays: list[mx.array]) -> Carry:
+            with self.stack.prepared(pure.lo, pure.hi), swapped(self.lora.slots(pure.lo, pure.hi), values):
+                return _pick(pure.run(given, arrays), segment.writes)
+
+        values = [slot.value for slot in self.lora.slots(segment.lo, segment.hi)]
+        return self._trace("forward", pure, forward)(_pick(carry, segment.reads), values, pure.arrays)
 
     def _segment_vjp(
         self,
@@ -280,61 +307,124 @@ class SegmentedBackward:
         settle: Evaluator,
     ) -> None:
         """Replace the cotangents of what `segment` writes by those of what it reads; add its parameters' gradients."""
-        slots = self.lora.slots(segment.lo, segment.hi)
-        reads = segment.reads if segment.lo > self.lora.lowest else ()
-        fixed = {name: carry[name] for name in segment.reads if name not in reads}
+        pure = self.stack.pure(tape, segment.lo, segment.hi, shared=self.compiled)
+        own, shared = (self.lora.slots(lo, hi) for lo, hi in ((segment.lo, segment.hi), (pure.lo, pure.hi)))
+        reads = segment.reads if segment.lo > self.lora.lowest else ()  # nothing below the lowest needs a cotangent
 
-        def outputs(*inputs: mx.array) -> list[mx.array]:
-            given = fixed | dict(zip(reads, inputs[: len(reads)], strict=True))
-            with swapped(slots, inputs[len(reads) :]):
-                out = self.stack.run(tape, given, segment.lo, segment.hi)
-            return [out[name] for name in segment.writes]
+        def backward(
+            given: Carry, values: list[mx.array], arrays: list[mx.array], outer: Carry
+        ) -> tuple[list[mx.array], list[mx.array]]:
+            def outputs(*inputs: mx.array) -> list[mx.array]:
+                with swapped(shared, inputs[len(reads) :]):
+                    out = pure.run(given | dict(zip(reads, inputs[: len(reads)], strict=True)), arrays)
+                return [out[name] for name in segment.writes]
 
-        inputs = [*(carry[name] for name in reads), *(slot.value for slot in slots)]
-        _, results = mx.vjp(outputs, inputs, [cotangents.pop(name) for name in segment.writes])
-        for name, grad in zip(reads, results[: len(reads)], strict=True):
+            with self.stack.prepared(pure.lo, pure.hi):
+                inputs = [*(given[name] for name in reads), *values]
+                _, results = mx.vjp(outputs, inputs, [outer[name] for name in segment.writes])
+            return results[: len(reads)], results[len(reads) :]
+
+        dcarry, dvalues = self._trace(f"backward {reads}", pure, backward)(
+            _pick(carry, segment.reads),
+            [slot.value for slot in own],
+            pure.arrays,
+            {name: cotangents.pop(name) for name in segment.writes},
+        )
+        for name, grad in zip(reads, dcarry, strict=True):
             cotangents[name] = cotangents[name] + grad if name in cotangents else grad
-        for slot, grad in zip(slots, results[len(reads) :], strict=True):
+        for slot, grad in zip(own, dvalues, strict=True):
             grads[slot.name] = grads[slot.name] + grad if slot.name in grads else grad
-        del results
-        settle([[cotangents[name] for name in reads], [grads[slot.name] for slot in slots]])
+        del carry, dcarry, dvalues
+        settle([[cotangents[name] for name in reads], [grads[slot.name] for slot in own]])
+
+    def _trace(self, kind: str, pure: Pure, function: Callable) -> Callable:
+        """`function` itself, or one compiled graph for all segments that compute the same."""
+        if pure.key is None:
+            return function
+        key = (kind, pure.key)
+        if key not in self._traced:
+            self._traced[key] = mx.compile(function)
+        return self._traced[key]
 
 
 class FullBackward:
-    """Reverse-mode autodiff over the model's own forward pass, all activations and logits of a row live at once."""
+    """Reverse-mode autodiff over the model's own forward pass, all activations and logits of a row live at once.
 
-    def __init__(self, stack: Stack, lora: Lora, loss: Loss, *, head_chunk: int = 256, meter: Meter = no_meter):
-        self.stack, self.lora, self.loss, self.meter = stack, lora, loss, meter
+    `compiled`: one graph for all rows whose streams have the same lengths; scored rows are padded to a multiple of `PADDED_ROWS`.
+    """
+
+    PADDED_ROWS = 128
+
+    def __init__(
+        self, stack: Stack, lora: Lora, loss: Loss, *, compiled: bool = False, meter: Meter = no_meter
+    ):
+        self.stack, self.lora, self.loss, self.compiled, self.meter = stack, lora, loss, compiled, meter
+        self._traced: dict[tuple, Callable] = {}
 
     def step(self, layout: Layout) -> Step:
-        slots = self.lora.slots()
-
-        def total(values: list[mx.array]) -> tuple[mx.array, dict[str, mx.array]]:
-            with swapped(slots, values):
-                value = self._loss(layout)
-            weight.append(value.weight)
-            return value.total, value.metrics
-
-        weight: list[float] = []
+        values = [slot.value for slot in self.lora.slots()]
+        self.lora.dropout_keys.stream = 0
         with self.meter("step", 0):
-            (loss, metrics), grads = mx.value_and_grad(total)([slot.value for slot in slots])
+            (loss, metrics), grads = self._function(layout)(values, *self._inputs(layout))
             mx.eval(loss, metrics, grads)
-        value = LossValue(loss, weight[0], metrics)
-        return Step(value, {slot.name: grad for slot, grad in zip(slots, grads, strict=True)})
+        value = LossValue(loss, self._weight(layout), metrics)
+        return Step(value, {slot.name: grad for slot, grad in zip(self.lora.slots(), grads, strict=True)})
 
     def evaluate(self, layout: Layout) -> LossValue:
         with self.lora.dropout_keys.disabled():
-            return self._loss(layout)
+            total, metrics = self._total([slot.value for slot in self.lora.slots()], layout, *self._inputs(layout))
+        return LossValue(total, self._weight(layout), metrics)
 
-    def _loss(self, layout: Layout) -> LossValue:
+    def _function(self, layout: Layout) -> Callable:
+        """(parameter values, *inputs) to ((loss, metrics), gradients)."""
+
+        def function(values: list[mx.array], *inputs: Any) -> Any:
+            return mx.value_and_grad(self._total)(values, layout, *inputs)
+
+        if not self.compiled or any(stream.branches for stream in layout.streams):
+            return function
+        key = tuple((name, span.stream) for name, span in layout.spans.items())
+        if key not in self._traced:
+            self._traced[key] = mx.compile(function)
+        return self._traced[key]
+
+    def _total(
+        self,
+        values: list[mx.array],
+        layout: Layout,
+        tokens: list[mx.array],
+        scored: dict[str, tuple[mx.array, mx.array, mx.array]],
+        counts: dict[str, mx.array],
+    ) -> tuple[mx.array, dict[str, mx.array]]:
+        """The loss with everything that varies from row to row among the arguments; `layout` gives the structure."""
         sums = {}
-        for number, stream in enumerate(layout.streams):
-            self.lora.dropout_keys.stream = number
-            logits = self.stack.whole(stream)
-            for name, span in layout.spans.items():
-                if span.stream == number:
-                    sums[name] = log_softmax_at(mx.take(logits, span.rows, axis=-2), span.targets).sum()
-        return self.loss(sums, _counts(layout))
+        with swapped(self.lora.slots(), values):
+            for number, stream in enumerate(layout.streams):
+                self.lora.dropout_keys.stream = number
+                logits = self.stack.whole(replace(stream, tokens=tokens[number]))
+                for name, (rows, targets, weights) in scored.items():
+                    if layout.spans[name].stream == number:
+                        logp = log_softmax_at(mx.take(logits, rows, axis=-2), targets)
+                        sums[name] = (logp * weights).sum()
+        value = self.loss(sums, counts)
+        return value.total, value.metrics
+
+    def _inputs(self, layout: Layout) -> tuple[list[mx.array], dict[str, tuple], dict[str, mx.array]]:
+        multiple = self.PADDED_ROWS if self.compiled else 1
+        tokens = [stream.tokens for stream in layout.streams]
+        scored = {name: _padded_rows(span, multiple) for name, span in layout.spans.items()}
+        return tokens, scored, {name: mx.array(float(n)) for name, n in _counts(layout).items()}
+
+    def _weight(self, layout: Layout) -> float:
+        zeros = {name: mx.array(0.0) for name in layout.spans}
+        return float(self.loss(zeros, _counts(layout)).weight)
+
+
+def _padded_rows(span: Span, multiple: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Rows and targets [M'] with M' a multiple, and weights that are 0 for the filler."""
+    extra = -len(span) % multiple
+    rows, targets = (mx.pad(x, (0, extra)) for x in (span.rows, span.targets))
+    return rows, targets, (mx.arange(len(span) + extra) < len(span)).astype(mx.float32)
 
 
 def untraced(array: mx.array) -> mx.array:

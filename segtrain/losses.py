@@ -28,7 +28,7 @@ from segtrain.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE
 EPSILON = 1e-6  # nats a token: exp(-EPSILON) is the largest mean probability that is told apart from 1 in float32
 
 Sums: TypeAlias = Mapping[str, mx.array]
-Counts: TypeAlias = Mapping[str, int]
+Counts: TypeAlias = Mapping[str, int] | Mapping[str, mx.array]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LossValue:
     """`total` / `weight` is the loss; `metrics` are float32 scalars, averaged over rows."""
 
     total: mx.array
-    weight: float
+    weight: float | mx.array  # as the counts are
     metrics: dict[str, mx.array]
 
 
@@ -45,7 +45,7 @@ Loss: TypeAlias = Callable[[Sums, Counts], LossValue]
 
 def sft(sums: Sums, counts: Counts) -> LossValue:
     """Cross-entropy summed over the supervised tokens."""
-    return LossValue(-sums[RESPONSE], float(counts[RESPONSE]), {})
+    return LossValue(-sums[RESPONSE], counts[RESPONSE], {})
 
 
 def orpo(beta: float = 0.1, sft_scope: Literal["full", "response"] = "full") -> Loss:

@@ -12,7 +12,8 @@ calls the model with its layers as identities, which leaves the final norm, proj
 are called out of order, skipped, twice, or with glue between them is refused.
 """
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from segtrain.layouts import Stream
+from segtrain.models.alike import fingerprint, holding, places, plain
 from segtrain.models.capture import arrays, intercept, leaves, map_tree
 from segtrain.models.dense import dequantized
-from segtrain.models.stream_ops import StreamCache, stream_ops
+from segtrain.models.stream_ops import Causal, StreamCache, stream_ops
 from segtrain.models.tokenwise import chunked, tokenwise_modules
 from segtrain.segments import HIDDEN
 
@@ -38,6 +40,13 @@ class _Carry:
     """Stands in a recorded argument for an array that arrives as a carry."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """Stands in a shared call for the constant array of that number."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,21 @@ class Tape:
     calls: list[_Call]
 
 
+@dataclass(frozen=True)
+class Pure:
+    """A layer range as a function of its arrays alone: `run(carry, arrays)`.
+
+    Ranges with the same `key` compute the same function, that of layers lo..hi-1; `arrays` are this range's own frozen weights
+    and constants. With `key` None nothing is shared: `arrays` is empty, and `run` uses what the layers hold.
+    """
+
+    key: tuple | None
+    lo: int
+    hi: int
+    run: Callable[[Mapping[str, mx.array], Sequence[mx.array]], dict[str, mx.array]]
+    arrays: list[mx.array]
+
+
 class LayerStack:
     """The layers of an mlx-lm model, to be run by ranges. Raises `UnsupportedModel` where that is not possible."""
 
@@ -76,6 +100,8 @@ class LayerStack:
         self.model = model
         self.mlp_rows: int | None = None  # tokens that a layer's MLP takes at a time; None: all
         self.dequantize = False  # whether running layers work on dense copies of quantised weights
+        self._fingerprints: list[tuple] = []
+        self._alike: dict[tuple, tuple[int, int, Tape]] = {}
         self.layers = list(model.layers)
         self.attention_only = _attention_only(model)
         learner = _Learner(self.layers)
@@ -108,6 +134,29 @@ class LayerStack:
             for i in range(lo, hi):
                 self._replay(i, tape.calls[i], known)
         return known
+
+    def pure(self, tape: Tape, lo: int, hi: int, *, shared: bool) -> Pure:
+        """Layers lo..hi-1 as a function that, if `shared` and possible, serves every range of like layers."""
+        if not shared or tape.stream.branches:
+            return Pure(None, lo, hi, lambda carry, _: self.run(tape, carry, lo, hi), [])
+        calls = tape.calls[lo:hi]
+        constants = arrays([(call.args, call.kwargs) for call in calls])
+        key = (self._fingerprint(lo, hi), *(_static(call, self._crossing) for call in calls), self.mlp_rows, self.dequantize)
+        first, last, like = self._alike.setdefault(key, (lo, hi, _without_arrays(tape, lo, hi)))
+        where = places(self.layers[first:last])
+
+        def run(carry: Mapping[str, mx.array], given: Sequence[mx.array]) -> dict[str, mx.array]:
+            filled = _with_arrays(like, given[len(where) :])
+            with holding(where, given[: len(where)]):
+                return self.run(filled, carry, first, last)
+
+        own = [module[name] for module, name in places(self.layers[lo:hi])]
+        return Pure(key, first, last, run, [*own, *constants])
+
+    def _fingerprint(self, lo: int, hi: int) -> tuple:
+        if not self._fingerprints:
+            self._fingerprints = [fingerprint(layer) for layer in self.layers]
+        return tuple((self._fingerprints[i], self._signatures[i].reads, self._writes[i]) for i in range(lo, hi))
 
     def prepared(self, lo: int, hi: int) -> AbstractContextManager[None]:
         """Around one use of layers lo..hi-1, a forward pass or a whole vjp: holds their dense weights if wanted."""
@@ -232,6 +281,45 @@ class _Learner(_Recorder):
         returns = tuple(f"{i}.{j}" for j in range(len(_split(result)[1])))
         self.signatures.append(_Signature(reads, returns, tuple(call.caches), _result_template(result), rewritten))
         return result
+
+
+def _static(call: _Call, crossing: set[str]) -> tuple:
+    """All of a call but its arrays' values, hashable. A cache's number counts only where others read it."""
+
+    def described(leaf: Any) -> Any:
+        if isinstance(leaf, mx.array):
+            return "array", leaf.shape, leaf.dtype
+        if isinstance(leaf, Causal):
+            return "causal", leaf.window
+        if isinstance(leaf, (_Carry, StreamCache)):
+            return leaf.name if isinstance(leaf, _Carry) else "cache"
+        return plain(leaf)
+
+    caches = tuple(number if crossing & {*_cache_names(number)} else None for number in call.caches)
+    return tuple(map(described, leaves((call.args, call.kwargs)))), tuple(call.kwargs), caches
+
+
+def _without_arrays(tape: Tape, lo: int, hi: int) -> Tape:
+    """The tape of layers lo..hi-1 with each constant array replaced by its position among them."""
+    count = itertools.count()
+
+    def numbered(leaf: Any) -> Any:
+        return _Constant(next(count)) if isinstance(leaf, mx.array) else leaf
+
+    calls = list(tape.calls)
+    for i in range(lo, hi):
+        call = calls[i]
+        calls[i] = _Call(map_tree(numbered, call.args), map_tree(numbered, call.kwargs), call.caches)
+    kept = [call if lo <= i < hi else None for i, call in enumerate(calls)]
+    return Tape(tape.stream, mx.zeros(()), kept)  # type: ignore[arg-type]
+
+
+def _with_arrays(tape: Tape, constants: Sequence[mx.array]) -> Tape:
+    def filled(leaf: Any) -> Any:
+        return constants[leaf.number] if isinstance(leaf, _Constant) else leaf
+
+    calls = [c and _Call(map_tree(filled, c.args), map_tree(filled, c.kwargs), c.caches) for c in tape.calls]
+    return Tape(tape.stream, tape.embedded, calls)
 
 
 def _first_writers(signatures: list[_Signature], crossing: set[str]) -> list[tuple[str, ...]]:

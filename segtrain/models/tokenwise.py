@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from segtrain.lora import TRAINABLE
+from segtrain.models.alike import holding, places
 from segtrain.models.capture import intercept
 
 NAMES = ("mlp", "feed_forward", "ffn")
@@ -44,28 +46,18 @@ def chunked(modules: Sequence[nn.Module], rows: int) -> Iterator[None]:
 
 
 def _chunked_call(module: nn.Module, original: Any, x: mx.array, rows: int) -> mx.array:
-    slots = [(m, key) for _, m in module.named_modules() for key in m if key in ("lora_a", "lora_b")]
+    slots = [(m, key) for _, m in module.named_modules() for key in m if key in TRAINABLE]
+    frozen = places([module])
+    weights = [m[key] for m, key in frozen]  # as they are now: the backward pass runs when others may be in place
     bounds = [(lo, min(lo + rows, x.shape[-2])) for lo in range(0, x.shape[-2], rows)]
 
-    def call(x: mx.array, *values: mx.array) -> mx.array:
-        before = [m[key] for m, key in slots]
-        try:
-            for (m, key), value in zip(slots, values, strict=True):
-                m[key] = value
+    def call(first_token: int, x: mx.array, *values: mx.array) -> mx.array:
+        with holding([*frozen, *slots], [*weights, *values]), _counting_from(module, first_token):
             return original(module, x)
-        finally:
-            for (m, key), value in zip(slots, before, strict=True):
-                m[key] = value
 
     @mx.custom_function
     def whole(x: mx.array, *values: mx.array) -> mx.array:
-        parts: list[mx.array] = []
-        for lo, hi in bounds:
-            part = x[..., lo:hi, :]
-            if parts:
-                (part,) = mx.depends([part], [parts[-1]])
-            parts.append(call(part, *values))
-        return mx.concatenate(parts, axis=-2)
+        return call(0, x, *values)
 
     @whole.vjp
     def backward(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
@@ -76,10 +68,36 @@ def _chunked_call(module: nn.Module, original: Any, x: mx.array, rows: int) -> m
             part, dy = x[..., lo:hi, :], cotangent[..., lo:hi, :]
             if dxs:
                 part, dy = mx.depends([part, dy], [dxs[-1], *sums])
-            _, (dx, *grads) = mx.vjp(lambda *inputs: [call(*inputs)], [part, *values], [dy])
+            _, (dx, *grads) = mx.vjp(lambda *inputs, lo=lo: [call(lo, *inputs)], [part, *values], [dy])
             dxs.append(dx)
             sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
         dx = mx.concatenate(dxs, axis=-2)
         return (dx, *sums) if slots else dx
 
     return whole(x, *(m[key] for m, key in slots))
+
+
+@contextmanager
+def _counting_from(module: nn.Module, first_token: int) -> Iterator[None]:
+    """Tell the parts of `module` that draw a mask by token (dropout) which tokens they get."""
+    parts = [m for _, m in module.named_modules() if hasattr(m, "first_token")]
+    try:
+        for part in parts:
+            part.first_token = first_token
+        yield
+    finally:
+        for part in parts:
+            part.first_token = 0
+
+
+@contextmanager
+def _at_token(module: nn.Module, first: int) -> Iterator[None]:
+    """Tell the module's LoRA layers, whose dropout is keyed by token, which token comes first."""
+    loras = [m for _, m in module.named_modules() if hasattr(m, "first_token")]
+    try:
+        for lora in loras:
+            lora.first_token = first
+        yield
+    finally:
+        for lora in loras:
+            lora.first_token = 0
