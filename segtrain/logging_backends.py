@@ -28,6 +28,12 @@ def make_loggers(names: Sequence[str], run_dir: Path, project: str) -> list[Logg
     return [_BACKENDS[name][2](module, Path(run_dir), project) for name, module in modules.items()]
 
 
+def require(names: Sequence[str]) -> None:
+    """Raise UserError where a tracker's package isn't installed; starts nothing."""
+    for name in names:
+        _imported(name)
+
+
 def figures(event: Event) -> tuple[int, dict[str, float]] | None:
     """(step, {"train/loss": ...}) of a train or eval event; None for the others."""
     if not isinstance(event, (TrainStep, Evaluated)):

@@ -1,8 +1,8 @@
 """The keys of an mlx-lm LoRA recipe, translated to this recipe's, so that such a file runs as it is.
 
 A file that has only such keys (no `lora`, `train` or `data` section) is taken as mlx-lm's: what it leaves out gets
-mlx-lm's defaults, so that it trains the same thing here. In another file each key is just an alias. What has no meaning here
-is a problem that names the reason, or a notice. Values: mlx_lm/lora.py of mlx-lm 0.32.2.
+mlx-lm's defaults, so that it trains the same thing here. In another file each key is just an alias. What means nothing
+here is a problem that names the reason, or a notice. Values: mlx_lm/lora.py of mlx-lm 0.32.2.
 """
 
 import math

@@ -1,0 +1,384 @@
+"""The command line: arguments in, exit code out. What is heavy is imported inside its command, so that help is quick.
+
+Exit codes: 0 done; 1 the run failed, or for plan-segments does not fit; 2 bad recipe, data or usage; 130 interrupted.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from segtrain import __version__
+from segtrain.errors import RunFailed, UserError
+
+if TYPE_CHECKING:
+    from segtrain.events import Event
+    from segtrain.recipe import Recipe
+
+DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+FIRST_RUN = "no recipe given; `segtrain init` writes one to start from, then: segtrain {command} recipe.yaml"
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, whether typer ships its own copy or not
+
+
+class Loss(str, Enum):
+    sft = "sft"
+    orpo = "orpo"
+
+
+class AdapterFormat(str, Enum):
+    peft = "peft"
+    mlx = "mlx"
+
+
+app = typer.Typer(
+    help="LoRA fine-tuning on MLX at long contexts and on small memory budgets, by segmented backward.",
+    epilog=(
+        "\b\nFirst run:\n  segtrain init                          a commented recipe.yaml\n"
+        "  segtrain check recipe.yaml             what is learnt of the data; trains nothing\n"
+        "  segtrain plan-segments recipe.yaml     memory and time, before anything runs\n"
+        "  segtrain sft recipe.yaml"
+    ),
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class _Debug:
+    """Whether `--debug` stands anywhere on the command line."""
+
+    on = False
+
+    @classmethod
+    def switch(cls, given: bool) -> None:
+        cls.on = cls.on or given
+
+
+def _show_version(given: bool) -> None:
+    if given:
+        typer.echo(f"segtrain {__version__}")
+        raise typer.Exit
+
+
+RecipeFile = Annotated[
+    Path | None, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)
+]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory (output.dir).", show_default=False)]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a recipe key, e.g. train.steps=50. Repeatable."),
+]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on from the run's newest complete checkpoint, or start where there is none."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Everything but the training: data accounting and plan.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
+Force = Annotated[bool, typer.Option("--force", help="Resume even though recipe, data or model changed.")]
+Debug = Annotated[bool, typer.Option("--debug", callback=_Debug.switch, help="Show the traceback of an error.")]
+Version = Annotated[
+    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context, debug: Debug = False, version: Version = False) -> int:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        return MISUSED
+    return DONE
+
+
+@app.command(
+    epilog="\b\nExamples:\n  segtrain sft recipe.yaml\n  segtrain sft recipe.yaml --resume\n"
+    "  segtrain sft recipe.yaml --set train.steps=50 --set lora.rank=16"
+)
+def sft(
+    recipe: RecipeFile = None,
+    set_: Set = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+    force: Force = False,
+    debug: Debug = False,
+) -> int:
+    """Supervised fine-tuning on chats, completions or texts.
+
+    The adapter goes to output.dir and loads in mlx_lm (generate, fuse, server) as it is. Ctrl-C saves a checkpoint
+    before it ends the run.
+    """
+    return _train("sft", _load(recipe, set_, "sft"), resume=resume, dry_run=dry_run, overwrite=overwrite, force=force)
+
+
+@app.command(
+    epilog="\b\nExamples:\n  segtrain init --loss orpo\n  segtrain orpo recipe.yaml\n"
+    "  segtrain orpo recipe.yaml --set orpo.beta=0.2"
+)
+def orpo(
+    recipe: RecipeFile = None,
+    set_: Set = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+    force: Force = False,
+    debug: Debug = False,
+) -> int:
+    """Preference fine-tuning (ORPO) on chosen and rejected.
+
+    Learns to prefer the chosen answer, without a reference model. The prompt that both answers share is computed once (engine.prefix_sharing).
+    """
+    return _train("orpo", _load(recipe, set_, "orpo"), resume=resume, dry_run=dry_run, overwrite=overwrite, force=force)
+
+
+@app.command(
+    name="plan-segments",
+    epilog="\b\nExamples:\n  segtrain plan-segments recipe.yaml\n"
+    "  segtrain plan-segments --model mlx-community/Qwen3-8B-4bit --seq 32768 --budget 24GB",
+)
+def plan_segments(
+    recipe: RecipeFile = None,
+    model: Annotated[str | None, typer.Option(help="Hub id or directory, instead of the recipe's.")] = None,
+    seq: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a row; the recipe's max_seq_length otherwise.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Memory to stay within, e.g. 24GB; else what the device recommends.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Load the model and time one step of each option.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    set_: Set = None,
+    debug: Debug = False,
+) -> int:
+    """Preview memory and time before anything runs.
+
+    Compares segment sizes and recommends one; exit code 1: nothing fits. Reads config.json only, and weights only with
+    --measure.
+    """
+    if recipe is None and model is None:
+        raise UserError("give a recipe, or --model with --seq: segtrain plan-segments --model DIR --seq 8192")
+    if recipe is None and set_:
+        raise UserError("--set changes a recipe, and none is given")
+    from segtrain.recipe import parse_bytes
+
+    if budget is not None:
+        parse_bytes(budget)
+    loaded = _load(recipe, set_, "plan-segments") if recipe else None
+
+    from segtrain.memory.preview import preview
+
+    found = preview(loaded, model=model, seq=seq, budget=budget, measure=measure)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        from segtrain.progress import print_preview
+
+        print_preview(found)
+    return DONE if found.fits else FAILED
+
+
+@app.command(epilog="\b\nExample:\n  segtrain check recipe.yaml --set data.max_seq_length=4096")
+def check(recipe: RecipeFile = None, set_: Set = None, debug: Debug = False) -> int:
+    """Count the data and show what would be learnt.
+
+    Rows, tokens, supervised tokens, what is dropped and why, and one sample with its supervised tokens marked. Trains
+    nothing.
+    """
+    loaded = _load(recipe, set_, "check")
+    from segtrain.data.check import check_data
+    from segtrain.progress import print_check
+
+    print_check(check_data(loaded))
+    return DONE
+
+
+@app.command(
+    name="verify-grads", epilog="\b\nExample:\n  segtrain verify-grads recipe.yaml --set data.max_seq_length=256"
+)
+def verify_grads(recipe: RecipeFile = None, set_: Set = None, debug: Debug = False) -> int:
+    """Compare segmented with full gradients.
+
+    On a short row of your own data, module by module. Exit code 1: they differ.
+    """
+    loaded = _load(recipe, set_, "verify-grads")
+    from segtrain.progress import print_verify
+    from segtrain.verify import verify_gradients
+
+    report = verify_gradients(loaded)
+    print_verify(report)
+    return DONE if report.passed else FAILED
+
+
+@app.command(epilog="\b\nExample:\n  segtrain export runs/my-run --format peft --out my-adapter")
+def export(
+    run: RunDir,
+    format_: Annotated[AdapterFormat, typer.Option("--format", help="peft: for transformers; mlx: for mlx_lm.")],
+    out: Annotated[Path, typer.Option("--out", help="The directory to write.", show_default=False)],
+    debug: Debug = False,
+) -> int:
+    """Write a run's adapter as PEFT or mlx-lm files."""
+    from segtrain.adapters import export as write
+
+    for notice in write(run, out, format_.value):
+        typer.echo(notice, err=True)
+    typer.echo(f"wrote {out}")
+    return DONE
+
+
+@app.command(epilog="\b\nExample:\n  segtrain report runs/my-run")
+def report(run: RunDir, debug: Debug = False) -> int:
+    """Write an HTML page about a run.
+
+    One self-contained file, for a run that is finished or going on: loss, evaluation, speed, memory by phase.
+    """
+    from segtrain.report import write_report
+
+    typer.echo(f"wrote {write_report(run)}")
+    return DONE
+
+
+@app.command(epilog="\b\nExamples:\n  segtrain init\n  segtrain init --loss orpo --out configs/preferences.yaml")
+def init(
+    loss: Annotated[
+        Loss, typer.Option(help="sft: examples to follow; orpo: pairs of better and worse answers.")
+    ] = Loss.sft,
+    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("recipe.yaml"),
+    overwrite: Overwrite = False,
+    debug: Debug = False,
+) -> int:
+    """Write a commented recipe to start from."""
+    from segtrain.scaffold import write_recipe
+
+    write_recipe(out, loss.value, overwrite=overwrite)
+    typer.echo(f"wrote {out}; set model and data.train in it, then: segtrain check {out}")
+    return DONE
+
+
+@app.command(epilog="\b\nExample:\n  segtrain models")
+def models(debug: Debug = False) -> int:
+    """List the supported model types."""
+    from segtrain.models.support import table
+    from segtrain.progress import print_models
+
+    print_models(table())
+    return DONE
+
+
+@app.command(epilog="\b\nExample:\n  segtrain bench")
+def bench(debug: Debug = False) -> int:
+    """Time this machine's choices, for the planner.
+
+    Kinds of attention, dense copies of quantised weights, look-ahead. Takes less than two minutes.
+    """
+    from segtrain.bench import bench as measure
+    from segtrain.progress import print_bench
+
+    print_bench(measure())
+    return DONE
+
+
+def main() -> None:
+    """The console entry: runs the command and exits with its code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns the exit code. Errors go to stderr as one paragraph."""
+    _Debug.on = False
+    try:
+        return int(_command().main(args=list(arguments), prog_name="segtrain", standalone_mode=False) or DONE)
+    except typer.Exit as end:
+        return end.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again at its exit
+        return FAILED
+    except (KeyboardInterrupt, typer.Abort):
+        return _failed(INTERRUPTED, "interrupted")
+    except Exception as error:
+        return _failed(*_explained(error))
+
+
+def _command() -> Any:
+    return typer.main.get_command(app)
+
+
+def _explained(error: Exception) -> tuple[int, str]:
+    """The exit code and the paragraph for an error."""
+    if isinstance(error, UsageError):
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else "segtrain"
+        message = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]
+        return MISUSED, f"{message}; see {where} --help"
+    if isinstance(error, UserError):
+        return MISUSED, str(error)
+    if isinstance(error, RunFailed):
+        return FAILED, str(error)
+    if isinstance(error, MemoryError):
+        return FAILED, f"out of memory; `segtrain plan-segments` shows what would fit{_detail(error)}"
+    if isinstance(error, OSError):
+        return FAILED, f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+    return (
+        FAILED,
+        f"unexpected {type(error).__name__}{_detail(error)}; --debug shows the traceback, which helps in a report",
+    )
+
+
+def _detail(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f": {lines[0][:300]}" if lines else ""
+
+
+def _failed(code: int, message: str) -> int:
+    if _Debug.on:
+        traceback.print_exc()
+    typer.echo(f"segtrain: {message}", err=True)
+    return code
+
+
+def _load(recipe: Path | None, changes: list[str] | None, command: str) -> "Recipe":
+    if recipe is None:
+        raise UserError(FIRST_RUN.format(command=command))
+    from segtrain.recipe import load_recipe
+
+    return load_recipe(recipe, changes or ())
+
+
+def _train(loss: Literal["sft", "orpo"], recipe: "Recipe", *, dry_run: bool, **flags: bool) -> int:
+    from segtrain import distributed
+    from segtrain.logging_backends import require
+    from segtrain.progress import make_progress
+    from segtrain.trainer import Trainer
+
+    require(recipe.output.report_to)
+    with ExitStack() as stack:
+        sinks: list[Callable[[Event], None]] = []
+        if distributed.join().writes:
+            sinks.append(stack.enter_context(make_progress(every=recipe.output.report_every)))
+        events = Trainer(recipe, loss, dry_run=dry_run, **flags).events()
+        return _follow(events, sinks, [] if dry_run or not sinks else recipe.output.report_to, recipe)
+
+
+def _follow(
+    events: "Iterable[Event]", sinks: "list[Callable[[Event], None]]", trackers: Sequence[str], recipe: "Recipe"
+) -> int:
+    """Show every event; trackers start once the run has its directory."""
+    from segtrain.events import RunEnded, RunStarted
+    from segtrain.logging_backends import make_loggers
+
+    code = DONE
+    for event in events:
+        if isinstance(event, RunStarted) and trackers:
+            sinks += make_loggers(trackers, event.directory, recipe.output.project or "segtrain")
+        for sink in sinks:
+            sink(event)
+        if isinstance(event, RunEnded) and event.reason == "interrupted":
+            code = INTERRUPTED
+    return code

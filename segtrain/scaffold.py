@@ -1,0 +1,91 @@
+"""The recipes that `segtrain init` writes: every key that most people change, with what changing it does."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from segtrain.errors import UserError
+
+_HEAD = """\
+# {title}
+#   segtrain check {name}             what is learnt of the data; trains nothing
+#   segtrain plan-segments {name}     memory and time, before anything runs
+#   segtrain {loss} {name}
+# Any key can be changed for one run: --set train.steps=50
+
+model: mlx-community/Qwen3-0.6B-4bit   # a hub id or a directory that mlx-lm loads; try small first
+
+"""
+
+_SFT_DATA = """\
+data:
+  train: data/train.jsonl        # or a list of files, a glob, a directory with train/valid/test.jsonl, a hub data set
+  # valid: data/valid.jsonl      # its loss is what tells learning from memorising; keeps the best checkpoint
+  format: auto                   # chat {"messages"}, completion {"prompt", "completion"}, text {"text"}
+  max_seq_length: 2048           # tokens; memory grows with the longest row, not with this limit
+  on_long: drop                  # rows above it: drop | truncate_prompt | truncate | error; counted and shown
+  supervise: assistant           # every assistant turn; last: only the last one; all: every token, the user's too
+
+"""
+
+_ORPO_DATA = """\
+data:
+  train: data/train.jsonl        # {"prompt", "chosen", "rejected"}: each a string or a list of messages
+  # valid: data/valid.jsonl      # gives loss and accuracy on unseen pairs; keeps the best checkpoint
+  format: preference
+  max_seq_length: 2048           # tokens of the prompt and the longer answer
+  on_long: drop                  # pairs above it: drop | truncate_prompt | error; counted and shown
+
+orpo:
+  beta: 0.1                      # weight of the odds-ratio term; larger: prefers harder, imitates `chosen` less
+  sft_scope: full                # the likelihood term covers prompt and chosen; response: chosen only
+
+"""
+
+_TAIL = """\
+lora:
+  rank: 8                        # larger: can learn more, a little slower, larger files
+  alpha: 16                      # strength is alpha / rank: doubling both leaves it as it was
+  dropout: 0.0                   # 0.05 helps on a few hundred rows
+  targets: all-linear            # or some, e.g. [q_proj, v_proj]: faster, learns less
+  layers: all                    # or the last N: the layers below need no backward, which saves time and memory
+
+engine:
+  segment_size: auto             # layers whose activations are live at a time; 1: least memory, about the same speed
+  memory_budget: auto            # e.g. 24GB; auto: what the device recommends
+
+train:
+  epochs: 1                      # or steps: N (optimiser updates)
+  learning_rate: {rate}        # too high: the loss jumps; too low: it barely falls
+  lr_schedule: cosine            # falls to 0 at the end; or linear, constant
+  warmup_ratio: 0.03             # share of the updates in which the rate rises
+  grad_accumulation_steps: 4     # rows an update; more: steadier, fewer updates an epoch; costs no memory
+  seed: 0
+
+output:
+  dir: runs/{stem}
+  save_every: 100                # updates; a run that stops goes on from the newest checkpoint with --resume
+  eval_every: 100
+"""
+
+
+def recipe_text(loss: Literal["sft", "orpo"], path: Path) -> str:
+    """The commented recipe for a file called `path`."""
+    title = "Supervised fine-tuning." if loss == "sft" else "Preference fine-tuning (ORPO)."
+    head = _HEAD.format(title=title, name=path, loss=loss)
+    tail = _TAIL.format(rate="1.0e-4" if loss == "sft" else "5.0e-5", stem="my-run" if loss == "sft" else "my-orpo-run")
+    return head + (_SFT_DATA if loss == "sft" else _ORPO_DATA) + tail
+
+
+def write_recipe(path: Path, loss: Literal["sft", "orpo"], *, overwrite: bool = False) -> None:
+    """Write it. Raises UserError where `path` exists (without `overwrite`) or can't be written."""
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} exists; give another --out, or --overwrite to replace it")
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(recipe_text(loss, path), encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{path} can't be written: {error.strerror}; give another --out") from None
