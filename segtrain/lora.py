@@ -4,7 +4,8 @@ y = base(x) + scale * (dropout(x) A) B, with A [in, r] uniform in +-1/sqrt(in) a
 multiplied in the activations' dtype. Parameter names, shapes and module nesting are mlx-lm's, so the files load there.
 
 Dropout must be the same in the forward pass and in its recomputation, and different for each row, layer and module: its mask is drawn from
-a key made of (seed, row number, stream number, module name) and of nothing else.
+a key made of (seed, row number, stream number, module name) and of nothing else. Each token has its own key made from that
+one, so the mask is also the same when a module works on a chunk of tokens at a time (`first_token`).
 """
 
 import fnmatch
@@ -23,6 +24,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 ALL_LINEAR = "all-linear"
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+TRAINABLE = ("lora_a", "lora_b")
 # Gemma 3n's AltUp rewrites the weight of these linear layers before each call, which a wrapped one does not have.
 NOT_WRAPPABLE = ("prediction_coefs", "correction_coefs")
 
@@ -58,20 +60,26 @@ class Dropout:
     module: str
     keys: DropoutKeys
 
-    def __call__(self, x: mx.array) -> mx.array:
-        if not self.p or not self.keys.active:
+    def __call__(self, x: mx.array, first_token: int = 0) -> mx.array:
+        """Drop elements of `x` [..., T, in], whose first row is token `first_token` of the stream."""
+        if not self.keys.active:
             return x
-        kept = mx.random.bernoulli(1 - self.p, x.shape, key=self.keys.key(self.module))
+        *outer, T, inputs = x.shape
+        high, low = self.keys.key(self.module)
+        tokens = mx.arange(first_token, first_token + T, dtype=mx.uint32)
+        keys = mx.stack([mx.broadcast_to(high, (T,)), low + tokens], axis=-1)
+        kept = mx.vmap(lambda key: mx.random.bernoulli(1 - self.p, (*outer, inputs), key=key), out_axes=-2)(keys)
         return mx.where(kept, x * (1 / (1 - self.p)), mx.zeros((), x.dtype)).astype(x.dtype)
 
 
 class LoRALinear(nn.Module):
     """LoRA on a dense or quantised linear layer: A [in, r], B [r, out]."""
 
-    def __init__(self, linear: nn.Module, rank: int, scale: float, dropout: Dropout):
+    def __init__(self, linear: nn.Module, rank: int, scale: float, dropout: Dropout | None = None):
         super().__init__()
         self.linear = linear
         self.scale = scale
+        self.first_token = 0  # the stream's token in its first row: set by who calls it with a chunk of them
         self._dropout = dropout
         outputs, inputs = _dense_shape(linear)
         self.lora_a = mx.zeros((inputs, rank))
@@ -79,14 +87,15 @@ class LoRALinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.linear(x)
-        z = (self._dropout(x) @ self.lora_a.astype(x.dtype)) @ (self.scale * self.lora_b).astype(x.dtype)
+        z = self._dropout(x, self.first_token) if self._dropout else x
+        z = (z @ self.lora_a.astype(x.dtype)) @ (self.scale * self.lora_b).astype(x.dtype)
         return y + z.astype(y.dtype)
 
 
 class LoRASwitchLinear(nn.Module):
     """LoRA on stacked experts: A [E, r, in], B [E, out, r]; `indices` name each row's expert."""
 
-    def __init__(self, linear: nn.Module, rank: int, scale: float, dropout: Dropout):
+    def __init__(self, linear: nn.Module, rank: int, scale: float, dropout: Dropout | None = None):
         super().__init__()
         self.linear = linear
         self.scale = scale
@@ -98,7 +107,7 @@ class LoRASwitchLinear(nn.Module):
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         y = self.linear(x, indices, sorted_indices=sorted_indices)
-        z = self._dropout(x)
+        z = self._dropout(x) if self._dropout else x
         for weight in (self.lora_a, self.scale * self.lora_b):
             weight = weight.astype(x.dtype).swapaxes(-1, -2)
             z = mx.gather_mm(z, weight, rhs_indices=indices, sorted_indices=sorted_indices)
@@ -182,11 +191,12 @@ def attach(
         for path, (name, linear) in paths[i].items():
             if path in keys:
                 kind = LoRASwitchLinear if isinstance(linear, EXPERTS) else LoRALinear
-                module = kind(linear, rank, scale, Dropout(dropout, name, lora.dropout_keys))
+                dropped = Dropout(dropout, name, lora.dropout_keys) if dropout else None
+                module = kind(linear, rank, scale, dropped)
                 module.linear.freeze()
                 module.lora_a = _initial_a(module.lora_a.shape, linear, name, seed)
                 model.layers[i].update_modules(tree_unflatten([(path, module)]))
-                lora.layers[i] += [Slot(f"{name}.{key}", module, key) for key in ("lora_a", "lora_b")]
+                lora.layers[i] += [Slot(f"{name}.{key}", module, key) for key in TRAINABLE]
     model.train()
     mx.eval([slot.value for slot in lora.slots()])
     return lora

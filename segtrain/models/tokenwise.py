@@ -88,16 +88,3 @@ def _counting_from(module: nn.Module, first_token: int) -> Iterator[None]:
     finally:
         for part in parts:
             part.first_token = 0
-
-
-@contextmanager
-def _at_token(module: nn.Module, first: int) -> Iterator[None]:
-    """Tell the module's LoRA layers, whose dropout is keyed by token, which token comes first."""
-    loras = [m for _, m in module.named_modules() if hasattr(m, "first_token")]
-    try:
-        for lora in loras:
-            lora.first_token = first
-        yield
-    finally:
-        for lora in loras:
-            lora.first_token = 0

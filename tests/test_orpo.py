@@ -1,0 +1,229 @@
+"""ORPO on a model: both preference layouts against full backward, and against TRL's definition on mlx-lm's own logits.
+
+Which norm is honest? The loss's gradient is a sum over spans of slope * d(sum of log-probs)/dp. Where the chosen and the rejected response
+pull in opposite directions the sum is small and its rounding error is not, so an error relative to the sum would measure the
+cancellation, not the layout. Errors here are relative, per tensor, to the sum of the norms of the spans' contributions.
+"""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+import tiny
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from test_losses import trl_orpo
+
+from segtrain import losses
+from segtrain.engine import FullBackward, SegmentedBackward, Step
+from segtrain.layouts import Layout, Stream, padded, pair, shared_prefix
+from segtrain.lora import Lora
+from segtrain.models import stream_ops
+from segtrain.models.stack import LayerStack
+
+BETA = 1.0
+LOSS_TOLERANCE, TOLERANCE = 2e-6, 1e-5
+
+LLAMA = tiny.FAMILIES["llama"][1]
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"type": "longrope", "long_factor": [1.0, 1.5, 2.0, 4.0], "short_factor": [1.0] * 4}
+
+
+def short(name: str, config: dict, **changes) -> nn.Module:
+    return tiny.build_module(name, {**config, "num_hidden_layers": 3, **changes})
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "default rope": lambda: short("llama", LLAMA),
+    "traditional rope": lambda: short("llama", LLAMA, rope_traditional=True),
+    "linear rope": lambda: short("llama", LLAMA, rope_scaling={"type": "linear", "factor": 4.0}),
+    "llama3 rope": lambda: short(
+        "llama", LLAMA, rope_scaling={**LLAMA3, "original_max_position_embeddings": 64}
+    ),
+    "yarn rope": lambda: short(
+        "qwen3",
+        tiny.FAMILIES["qwen3"][1],
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ),
+    "longrope": lambda: short(
+        "phi3", LLAMA, rope_scaling=LONGROPE, original_max_position_embeddings=64, tie_word_embeddings=True
+    ),
+    "window (gemma3)": lambda: short("gemma3_text", tiny.FAMILIES["gemma3_text"][1], sliding_window=9),
+    "window, shared K/V (gemma4)": lambda: tiny.build("gemma4_text"),
+    "window (mistral)": lambda: tiny.build("mistral"),
+    "alternating streams (gemma3n)": lambda: tiny.build("gemma3n"),
+}
+
+_cache: dict[str, tuple[LayerStack, Lora]] = {}
+
+
+def setup(name: str) -> tuple[LayerStack, Lora]:
+    if name not in _cache:
+        model = MODELS[name]()
+        _cache[name] = LayerStack(model), tiny.attach(model)
+        _cache[name] = LayerStack(model), _cache[name][1]
+    return _cache[name]
+
+
+def parts(P: int, Rc: int, Rr: int) -> tuple[list[int], list[int], list[int]]:
+    return tiny.tokens(P, 1), tiny.tokens(Rc, 2), tiny.tokens(Rr, 3)
+
+
+def segmented(name: str, layout: Layout, **engine) -> Step:
+    stack, lora = setup(name)
+    return SegmentedBackward(stack, lora, losses.orpo(BETA), **engine).step(layout)
+
+
+def full(name: str, layout: Layout) -> Step:
+    stack, lora = setup(name)
+    return FullBackward(stack, lora, losses.orpo(BETA)).step(layout)
+
+
+def contributions(name: str, layout: Layout) -> dict[str, float]:
+    """Per tensor, the sum over spans of |slope| * |d(sum of log-probs)/dp|."""
+    stack, lora = setup(name)
+    slopes: dict[str, float] = {}
+
+    def spy(sums, counts):
+        value, grads = losses.value_and_grad(losses.orpo(BETA), sums, counts)
+        slopes.update({span: grad.item() for span, grad in grads.items()})
+        return value
+
+    FullBackward(stack, lora, spy).evaluate(layout)
+    sizes = dict.fromkeys(lora.values(), 0.0)
+    for span, slope in slopes.items():
+        one = FullBackward(stack, lora, lambda sums, _, span=span: losses.LossValue(sums[span], 1.0, {})).step(layout)
+        for parameter, grad in one.grads.items():
+            sizes[parameter] += abs(slope) * tiny.norm(grad)
+    return sizes
+
+
+def error(expected: Step, actual: Step, sizes: dict[str, float]) -> float:
+    return max(tiny.norm(expected.grads[n] - actual.grads[n]) / (sizes[n] + 1e-30) for n in sizes)
+
+
+def check_layouts(name: str, P: int, Rc: int, Rr: int, size: int) -> None:
+    two, one = pair(*parts(P, Rc, Rr)), shared_prefix(*parts(P, Rc, Rr))
+    expected, sizes = full(name, two), contributions(name, two)
+    for layout in (two, one):
+        step = segmented(name, layout, segment_size=size)
+        assert step.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=LOSS_TOLERANCE)
+        assert error(expected, step, sizes) < TOLERANCE
+
+
+LENGTHS = st.one_of(st.sampled_from([1, 2, 127, 128, 129]), st.integers(1, 40))
+
+
+@settings(max_examples=8)
+@given(LENGTHS, LENGTHS, LENGTHS, st.integers(1, 3))
+@example(1, 1, 1, 1)
+@example(127, 1, 129, 2)
+@example(128, 128, 1, 1)
+@example(129, 127, 128, 3)
+@example(1, 129, 2, 1)
+def test_shared_prefix_equals_pair_equals_full(P: int, Rc: int, Rr: int, size: int):
+    check_layouts("default rope", P, Rc, Rr, size)
+
+
+@pytest.mark.parametrize("name", sorted({*MODELS} - {"default rope"}))
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (70, 5, 9), (6, 30, 17)], ids=str)
+def test_every_rope_and_window(name: str, lengths: tuple[int, int, int]):
+    check_layouts(name, *lengths, size=2)
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(MODELS)), LENGTHS, LENGTHS, LENGTHS, st.integers(1, 6))
+def test_shared_prefix_over_all_models(name: str, P: int, Rc: int, Rr: int, size: int):
+    check_layouts(name, P, Rc, Rr, size)
+
+
+@pytest.mark.parametrize("engine", [{"keep": 2}, {"stride": 2}, {"keep": 1, "stride": 2, "lookahead": 1}], ids=str)
+@pytest.mark.parametrize("build", [pair, shared_prefix])
+@pytest.mark.parametrize("name", ["default rope", "window, shared K/V (gemma4)"])
+def test_engine_options(name: str, build: Callable, engine: dict):
+    layout = build(*parts(11, 4, 7))
+    expected = full(name, layout)
+    assert error(expected, segmented(name, layout, **engine), contributions(name, layout)) < TOLERANCE
+
+
+@pytest.mark.parametrize("build", [pair, shared_prefix])
+def test_padding_changes_nothing(build: Callable):
+    name, layout = "window (mistral)", build(*parts(11, 4, 7))
+    expected, actual = segmented(name, layout), segmented(name, padded(layout, 16))
+    assert actual.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=LOSS_TOLERANCE)
+    assert error(expected, actual, contributions(name, layout)) < TOLERANCE
+
+
+@pytest.mark.parametrize("scope", ["full", "response"])
+@pytest.mark.parametrize("lengths", [(9, 5, 7), (1, 1, 1), (1, 2, 1), (5, 1, 1)], ids=str)
+def test_loss_is_trls_on_mlx_lms_logits(scope: str, lengths: tuple[int, int, int]):
+    """Logits from mlx-lm's own forward pass, then TRL's formula in double precision."""
+    prompt, chosen, rejected = parts(*lengths)
+    stack, lora = setup("default rope")
+    ids = [np.array(prompt + response) for response in (chosen, rejected)]
+    logits = [np.array(stack.model(mx.array([x.tolist()]))[0].tolist()) for x in ids]
+    expected = trl_orpo(logits[0], ids[0], logits[1], ids[1], len(prompt), BETA)
+    if scope == "response":
+        z = logits[0] - np.log(np.exp(logits[0]).sum(-1, keepdims=True))
+        per_token = z[np.arange(len(ids[0]) - 1), ids[0][1:]]
+        expected += per_token.mean() - per_token[len(prompt) - 1 :].mean()
+    for build in (pair, shared_prefix):
+        layout = build(prompt, chosen, rejected, score_prompt=scope == "full")
+        step = SegmentedBackward(stack, lora, losses.orpo(BETA, scope)).step(layout)
+        assert step.loss.total.item() == pytest.approx(expected, rel=5e-6)
+
+
+def test_identical_responses_have_no_odds():
+    prompt, chosen, _ = parts(7, 5, 1)
+    metrics = segmented("default rope", shared_prefix(prompt, chosen, chosen)).loss.metrics
+    assert metrics["log_odds"].item() == pytest.approx(0.0, abs=1e-5)
+
+
+# Controls: each breaks the shared prefix in one way, and must be seen.
+
+
+class Unreset(Stream):
+    """A shared prefix whose rejected response goes on counting positions."""
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        return ((0, len(self)),)
+
+
+def gap(name: str, layout: Layout) -> float:
+    """How far the shared layout is from the pair, as the tests above measure it."""
+    two = pair(*parts(11, 12, 7))
+    return error(full(name, two), segmented(name, layout), contributions(name, two))
+
+
+def test_control_positions_that_are_not_reset_are_seen():
+    layout = shared_prefix(*parts(11, 12, 7))
+    (stream,) = layout.streams
+    broken = Layout((Unreset(stream.tokens, stream.prefix, stream.branches),), layout.spans)
+    assert gap("default rope", layout) < TOLERANCE
+    assert gap("default rope", broken) > 1e-2
+
+
+def test_control_visible_chosen_columns_are_seen(monkeypatch):
+    original = stream_ops.attend
+    monkeypatch.setattr(stream_ops, "attend", lambda q, k, v, *, prefix, branches, **rest: original(q, k, v, **rest))
+    assert gap("default rope", shared_prefix(*parts(11, 12, 7))) > 1e-2
+
+
+def test_control_a_window_on_physical_positions_is_seen(monkeypatch):
+    layout = shared_prefix(*parts(11, 12, 7))
+    (stream,) = layout.streams
+
+    def physical(q, k, v, *, scale, window, sinks, prefix, branches):
+        rows = mx.arange(q.shape[2])
+        mask = stream_ops.dense_mask(stream, q.shape[2], None)
+        if window:
+            mask &= rows[:, None] - rows[None] < window
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+
+    assert gap("window (mistral)", layout) < TOLERANCE
+    monkeypatch.setattr(stream_ops, "attend", physical)
+    assert gap("window (mistral)", layout) > 1e-2
