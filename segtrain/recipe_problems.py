@@ -86,7 +86,8 @@ def _sentence(detail: ErrorDetails) -> str:
         return f"must be one of {context['expected']}, not {_shown(value)}"
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        return f"must be {words} {context[name]}, not {_shown(value)}"
+        bound = context[name]
+        return f"must be {words} {int(bound) if bound == int(bound) else bound}, not {_shown(value)}"
     return f"{_EXPECTED.get(kind, detail['msg'])}, not {_shown(value)}"
 
 

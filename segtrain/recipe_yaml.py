@@ -16,6 +16,7 @@ from segtrain.errors import UserError
 MAX_NODES, MAX_DEPTH = 50_000, 40
 _TAG = "tag:yaml.org,2002:"
 _DIGITS = "-+.0123456789"
+_BREAKS = frozenset("\r\x85\u2028\u2029")
 _SCALARS = {
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
     "int": (r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+|0o[0-7]+", _DIGITS),
@@ -35,6 +36,12 @@ class _Dumper(yaml.SafeDumper):
     """Also quotes text that either schema would read as something else."""
 
 
+def _quoted(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Text in double quotes where PyYAML's other styles would turn one of its characters into a line end."""
+    return dumper.represent_scalar(_TAG + "str", text, style='"' if _BREAKS.intersection(text) else None)
+
+
+_Dumper.add_representer(str, _quoted)
 for _kind, (_pattern, _first) in _SCALARS.items():
     _Loader.add_implicit_resolver(_TAG + _kind, re.compile(f"^(?:{_pattern})$"), list(_first))
 _Dumper.add_implicit_resolver(_TAG + "float", re.compile(f"^(?:{_SCALARS['float'][0]})$"), list(_DIGITS))
