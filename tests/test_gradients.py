@@ -144,6 +144,55 @@ def test_dense_copies_of_quantised_weights(engine: dict):
     check(full("llama", bits=4), step)
 
 
+SLOW = pytest.mark.slow  # on a CPU, mx.compile runs a C++ compiler
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=SLOW) for f in FAMILIES if f != "llama")])
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=SLOW)])
+def test_compiled_segments(family: str, size: int):
+    """Twice: the second step reuses the traced graphs."""
+    stack, lora = setup(family)
+    backward = SegmentedBackward(stack, lora, losses.sft, segment_size=size, compiled=True)
+    for _ in range(2):
+        check(full(family), backward.step(row()))
+
+
+@pytest.mark.parametrize("kind", [SegmentedBackward, FullBackward])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_compiled_graphs_serve_other_rows_and_parameters(kind: type, dropout: float):
+    """Nothing of the first row may be baked in: tokens, targets, lengths, parameters, dropout keys, streams."""
+    model = tiny.build("llama")
+    lora = tiny.attach(model, dropout=dropout)
+    stack = LayerStack(model)
+    for loss, layouts in (
+        (losses.sft, [tiny.row(18, 6, 0), tiny.row(18, 6, 1), tiny.row(18, 9, 2), tiny.row(15, 3, 3)]),
+        (losses.orpo(0.5), [pair(IDS[:5], IDS[5:11], IDS[11:17]), pair(IDS[7:12], IDS[:6], IDS[1:7])]),
+    ):
+        compiled = kind(stack, lora, loss, compiled=True)
+        for number, layout in enumerate(layouts):
+            lora.dropout_keys.row = number
+            expected = FullBackward(stack, lora, loss)
+            check(expected.step(layout), compiled.step(layout))
+            quiet = expected.evaluate(layout).total.item()
+            assert compiled.evaluate(layout).total.item() == pytest.approx(quiet, rel=2e-6)
+            lora.set({name: value * 1.1 for name, value in lora.values().items()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"mlp_rows": 5}, {"dequantize": True}, {"mlp_rows": 5, "dequantize": True}], ids=str)
+def test_compiled_with_other_options(options: dict):
+    stack, lora = setup("llama", bits=4)
+    try:
+        for name, value in options.items():
+            setattr(stack, name, value)
+        backward = SegmentedBackward(stack, lora, losses.sft, compiled=True)
+        steps = [backward.step(row()) for _ in range(2)]
+    finally:
+        stack.mlp_rows, stack.dequantize = None, False
+    for step in steps:
+        check(full("llama", bits=4), step)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text"])
 @pytest.mark.parametrize("bits", [0, 4])
 def test_bf16_is_as_near_to_the_float32_truth_as_full_backward(family: str, bits: int):
