@@ -15,10 +15,12 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from dialogues import dialogues
 from wordnet import entries
 
+Row: TypeAlias = dict[str, object]
 DOCS = ("tutorial", "faq", "howto", "reference", "using", "extending", "glossary.rst.txt")
 
 
@@ -58,7 +60,7 @@ def clean_page(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, object]]) -> None:
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
@@ -74,9 +76,9 @@ def main() -> None:
         root = Path(folder)
         unpack(arguments.packages, root)
         words = list(entries(lambda name: (root / "usr/share/wordnet" / name).read_text(encoding="utf-8")))
-        prose = [{"text": text} for text in (*bible_chapters(root), *python_pages(root))]
-    chats = [{"messages": messages} for entry in words for messages in dialogues(entry, rng)]
-    rows: list[dict[str, object]] = [*prose, *chats]
+        prose: list[Row] = [{"text": text} for text in (*bible_chapters(root), *python_pages(root))]
+    chats: list[Row] = [{"messages": messages} for entry in words for messages in dialogues(entry, rng)]
+    rows = [*prose, *chats]
     rng.shuffle(rows)
     write_rows(arguments.out / "entries.jsonl", (entry.as_dict() for entry in words))
     write_rows(arguments.out / "corpus.jsonl", rows)

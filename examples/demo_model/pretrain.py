@@ -74,6 +74,18 @@ def batches(tokens: np.ndarray, phase: Phase, rng: np.random.Generator) -> Itera
             yield mx.array(tokens[rows].astype(np.int32))
 
 
+def named(params: Params) -> dict[str, mx.array]:
+    """Every array by its dotted name."""
+    flat: Any = tree_flatten(params)
+    return dict(flat)
+
+
+def number(scalar: mx.array) -> float:
+    value = scalar.item()
+    assert isinstance(value, float)
+    return value
+
+
 def mean_loss(model: Model, dtype: mx.Dtype, params: Params, rows: mx.array) -> mx.array:
     """Mean cross-entropy in nats of the last T tokens of [B, T+1] rows, with `params` multiplied in `dtype`."""
     model.update(tree_map(lambda weight: weight.astype(dtype), params))
@@ -109,14 +121,14 @@ def held_out_loss(loss: Callable[..., mx.array], params: Params, tokens: np.ndar
     total = 0.0
     for first in range(0, len(starts), size):
         rows = tokens[starts[first : first + size, None] + np.arange(length + 1)]
-        total += loss(params, mx.array(rows.astype(np.int32))).item() * len(rows)
+        total += number(loss(params, mx.array(rows.astype(np.int32)))) * len(rows)
     return total / len(starts)
 
 
 def save(params: Params, out: Path, tokenizer: Path, log: list[dict]) -> None:
     """A model directory: bfloat16 weights, config, tokenizer and the training log."""
     out.mkdir(parents=True, exist_ok=True)
-    weights = {name: weight.astype(mx.bfloat16) for name, weight in tree_flatten(params)}
+    weights = {name: weight.astype(mx.bfloat16) for name, weight in named(params).items()}
     mx.save_safetensors(str(out / "model.safetensors"), weights, metadata={"format": "mlx"})
     (out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
     (out / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log), encoding="utf-8")
@@ -159,7 +171,7 @@ class Run:
         self.step, self.loss_only = make_step(model, self.optimizer, dtype), partial(mean_loss, model, dtype)
         self.seen, self.previous, self.loss = 0, mx.array(math.nan), mx.array(math.nan)
         self.log: list[dict] = []
-        size = sum(weight.size for _, weight in tree_flatten(self.params))
+        size = sum(weight.size for weight in named(self.params).values())
         print(f"{size} parameters, {self.tokens.size} tokens, {mx.default_device()}", flush=True)
 
     def advance(self, rows: mx.array) -> None:
@@ -171,7 +183,7 @@ class Run:
         self.previous, self.seen = self.loss, self.seen + rows.shape[0] * (rows.shape[1] - 1)
         self.clock.tick()
         if self.clock.step % self.arguments.report_every == 0 or self.clock.step == 1:
-            print(f"step {self.clock.step}  {self.clock.elapsed:.1f} s  loss {self.loss.item():.4f}", flush=True)
+            print(f"step {self.clock.step}  {self.clock.elapsed:.1f} s  loss {number(self.loss):.4f}", flush=True)
 
     def measure(self, phase: Phase) -> None:
         held_out = self.held_out[: self.arguments.held_out_tokens]
@@ -180,7 +192,7 @@ class Run:
             "seconds": round(self.clock.elapsed, 1),
             "tokens": self.seen,
             "row_length": phase.length,
-            "loss": round(self.loss.item(), 4),
+            "loss": round(number(self.loss), 4),
             "held_out_loss": round(held_out_loss(self.loss_only, self.params, held_out, phase), 4),
         }
         print(json.dumps(line), flush=True)

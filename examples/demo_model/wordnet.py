@@ -51,7 +51,7 @@ def parse_synset(line: str) -> Synset:
     words = tuple(clean_lemma(fields[4 + 2 * i]) for i in range(count))
     start = 4 + 2 * count
     pointers = fields[start + 1 : start + 1 + 4 * int(fields[start])]
-    return Synset(words, tuple(zip(*[iter(pointers)] * 4, strict=True)), gloss.strip())  # type: ignore[arg-type]
+    return Synset(words, tuple(zip(*[iter(pointers)] * 4, strict=True)), gloss.strip())
 
 
 def clean_lemma(lemma: str) -> str:
