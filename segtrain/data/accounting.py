@@ -1,0 +1,137 @@
+"""Counting a data set: rows, tokens, what is learnt, what is cut or left out and why."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from segtrain.data.encode import NO_TARGETS_LEFT, RESPONSE_TOO_LONG, TOO_LONG, Dropped, Encoded
+from segtrain.data.rows import PreferenceRow
+from segtrain.errors import UserError
+
+LENGTH_REASONS = (TOO_LONG, NO_TARGETS_LEFT, RESPONSE_TOO_LONG)
+EXAMPLES = 3
+
+
+@dataclass
+class Tally:
+    """Running counts over encoded rows. Lengths are tokens before any limit."""
+
+    rows: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    truncated: int = 0
+    prompt_tokens: int = 0
+    fallbacks: int = 0
+    lengths: list[int] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    remarks: Counter[str] = field(default_factory=Counter)
+    needed: int = 0  # the max_seq_length at which no row would be lost for its length
+
+    def add(self, result: Encoded | Dropped) -> None:
+        if isinstance(result, Dropped):
+            self._drop(result)
+        else:
+            self._keep(result)
+
+    def _drop(self, dropped: Dropped) -> None:
+        self.reasons[dropped.reason] += 1
+        shown = self.examples.setdefault(dropped.reason, [])
+        if len(shown) < EXAMPLES:
+            shown.append(str(dropped.origin))
+        if dropped.length:
+            self.lengths.append(dropped.length)
+        self.needed = max(self.needed, dropped.needed)
+
+    def _keep(self, encoded: Encoded) -> None:
+        row = encoded.row
+        self.rows += 1
+        self.tokens += len(row)
+        self.supervised += row.targets
+        self.truncated += encoded.truncated
+        self.lengths.append(encoded.length)
+        self.remarks.update(encoded.remarks)
+        if isinstance(row, PreferenceRow):
+            self.prompt_tokens += len(row.prompt)
+            self.fallbacks += row.rejected_prompt is not None
+
+    @property
+    def dropped(self) -> int:
+        return sum(self.reasons.values())
+
+    @property
+    def seen(self) -> int:
+        return self.rows + self.dropped
+
+    def percentile(self, share: float) -> int:
+        """The length that `share` of the rows don't exceed (nearest rank)."""
+        if not self.lengths:
+            return 0
+        ordered = sorted(self.lengths)
+        return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+    def counts(self, preference: bool) -> dict[str, Any]:
+        """Flat, for metrics.jsonl and the terminal."""
+        found: dict[str, Any] = {
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "supervised_tokens": self.supervised,
+            "truncated": self.truncated,
+            "dropped": self.dropped,
+            "median": self.percentile(0.5),
+            "p95": self.percentile(0.95),
+            "longest": max(self.lengths, default=0),
+        }
+        for reason, count in self.reasons.items():
+            found[f"dropped: {reason}"] = count
+        if preference:
+            found |= {"identical": self.remarks["identical"], "fallbacks": self.fallbacks}
+        return found
+
+    def require_rows(self, name: str, limit: int) -> None:
+        """Raises UserError with the fix where no row is left."""
+        if self.rows:
+            return
+        if not self.seen:
+            raise UserError(f"{name}: the data holds no row")
+        too_long = sum(self.reasons[reason] for reason in LENGTH_REASONS)
+        if too_long:
+            raise UserError(
+                f"{name}: max_seq_length {limit} leaves no response tokens in {too_long} of {self.seen} rows and the "
+                f"others are empty; raise it to {self.needed}"
+                if too_long < self.seen
+                else f"{name}: max_seq_length {limit} leaves nothing of any of the {self.seen} rows "
+                f"({self._reasons()}); raise it to {self.needed}, or set on_long: truncate_prompt"
+            )
+        raise UserError(f"{name}: none of the {self.seen} rows has a supervised token ({self._reasons()})")
+
+    def require_difference(self, name: str) -> None:
+        """Raises UserError where chosen and rejected are the same in every row."""
+        if self.rows and self.remarks["identical"] == self.rows:
+            raise UserError(
+                f"{name}: chosen and rejected are identical in all {self.rows} rows, so there is nothing to prefer"
+            )
+
+    def _reasons(self) -> str:
+        return "; ".join(
+            f"{count} × {reason}, e.g. {self.examples[reason][0]}" for reason, count in self.reasons.most_common()
+        )
+
+    def notices(self, name: str, limit: int) -> list[str]:
+        """What the user should hear once about these rows."""
+        found, of = [], f"of {self.seen} rows looked at in {name}"
+        if self.dropped:
+            fix = f"; max_seq_length {self.needed} would keep those that are too long" if self.needed > limit else ""
+            found.append(f"{self.dropped} {of} are left out ({self._reasons()}){fix}")
+        if self.truncated:
+            found.append(
+                f"{self.truncated} {of} are cut to max_seq_length {limit} (the longest has {max(self.lengths)})"
+            )
+        texts = {
+            "doubled BOS": "began with a doubled BOS; one was removed",
+            "identical": "have identical chosen and rejected responses and teach no preference",
+            "prompts differ": "have different prompts for chosen and rejected; their prefix can't be shared",
+            "no end-of-turn": "end assistant turns without an end-of-turn token, so the model may not learn to stop",
+        }
+        found += [f"{self.remarks[key]} {of} {text}" for key, text in texts.items() if self.remarks[key]]
+        return found

@@ -1,0 +1,201 @@
+"""Parquet files, data sets on disk and on the hub, as tables or in order. `datasets` and `pyarrow` are imported on use."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from segtrain.data.raw import Raw
+from segtrain.data.rows import Origin
+from segtrain.errors import UserError
+
+SAVED = ("dataset_dict.json", "state.json")
+
+
+class DatasetTable:
+    """A `datasets.Dataset` (memory-mapped) as a table."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self.dataset, self.name = dataset, name
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int) -> Raw:
+        return Raw(without_nulls(self.dataset[number]), Origin(self.name, number + 1))
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        return [len(self), sorted(self.dataset.column_names)]
+
+
+class DatasetInOrder:
+    """A `datasets.IterableDataset`, read in order; the cursor is its own state and the row number."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self.dataset, self.name = dataset, name
+        self._at: Any = None
+        self._rows: Iterator[dict[str, Any]] | None = None
+
+    def start(self) -> Any:
+        return {"row": 0, "state": None}
+
+    def read(self, cursor: Any, limit: int) -> tuple[list[Raw], Any | None]:
+        rows, number = [], cursor["row"]
+        for value in self._from(cursor):
+            number += 1
+            rows.append(Raw(without_nulls(value), Origin(self.name, number)))
+            if len(rows) == limit:
+                self._at = {"row": number, "state": self.dataset.state_dict()}
+                return rows, self._at
+        self._rows = None
+        return rows, None
+
+    def _from(self, cursor: Any) -> Iterator[dict[str, Any]]:
+        if self._rows is None or self._at is not cursor:
+            self.dataset.load_state_dict(cursor["state"] or self._beginning())
+            self._rows = iter(self.dataset)
+        return self._rows
+
+    def _beginning(self) -> Any:
+        if not hasattr(self, "_first"):
+            self._first = self.dataset.state_dict()
+        return self._first
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        return [self.name]
+
+
+class ParquetInOrder:
+    """Parquet files read in order, one batch at a time; a cursor is [file, row]."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+
+    def start(self) -> Any:
+        return [0, 0]
+
+    def read(self, cursor: Any, limit: int) -> tuple[list[Raw], Any | None]:
+        rows: list[Raw] = []
+        number, row = cursor
+        while number < len(self.paths):
+            for value in _parquet_rows(self.paths[number], row):
+                row += 1
+                rows.append(Raw(without_nulls(value), Origin(str(self.paths[number]), row)))
+                if len(rows) == limit:
+                    return rows, [number, row]
+            number, row = number + 1, 0
+        return rows, None
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        return [[path.name, path.stat().st_size] for path in self.paths]
+
+
+def _parquet_rows(path: Path, start: int) -> Iterator[dict[str, Any]]:
+    """The rows of a file from row `start` on; row groups before it aren't read."""
+    file = _parquet(path)
+    for group in range(file.num_row_groups):
+        count = file.metadata.row_group(group).num_rows
+        if start >= count:
+            start -= count
+            continue
+        for batch in file.iter_batches(batch_size=256, row_groups=[group]):
+            if start >= batch.num_rows:
+                start -= batch.num_rows
+                continue
+            yield from batch.slice(start).to_pylist()
+            start = 0
+
+
+def _parquet(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise UserError(f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}") from None
+
+
+def parquet_table(path: Path) -> DatasetTable:
+    """A Parquet file as a memory-mapped table. Raises UserError for a broken file."""
+    import datasets
+
+    _parquet(path)
+    return DatasetTable(datasets.Dataset.from_parquet(str(path)), str(path))
+
+
+def is_saved(path: Path) -> bool:
+    """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote this directory."""
+    return any((path / name).is_file() for name in SAVED)
+
+
+def saved(path: Path, split: str | None) -> tuple[Any, str]:
+    """A data set on disk, and its name. Raises UserError where `split` is needed and missing."""
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: not a data set that can be loaded: {_first_line(error)}") from None
+    return _split(found, split, str(path))
+
+
+def hub(name: str, subset: str | None, split: str | None, streaming: bool) -> tuple[Any, str]:
+    """A data set of the hub, or a stream of it, and how to call it. Raises UserError."""
+    import datasets
+
+    try:
+        found = datasets.load_dataset(name, subset, streaming=streaming)
+    except (OSError, ValueError, RuntimeError) as error:
+        config = f" with subset {subset}" if subset else ""
+        raise UserError(
+            f"{name}: no such file or directory, and no data set of the hub{config} could be loaded: {_first_line(error)}"
+        ) from None
+    return _split(found, split, name)
+
+
+def _split(found: Any, split: str | None, name: str) -> tuple[Any, str]:
+    if not hasattr(found, "keys"):
+        return found, name
+    wanted = split or ("train" if "train" in found else None)
+    base, _, part = (wanted or "").partition("[")
+    if base not in found:
+        have = ", ".join(found)
+        raise UserError(f"{name} has the splits {have}; name one as data.split" + (f", not {split}" if split else ""))
+    chosen = _slice(found[base], part, name, wanted or "") if part else found[base]
+    return chosen, f"{name}[{wanted}]"
+
+
+def _slice(dataset: Any, part: str, name: str, split: str) -> Any:
+    """`[:80%]`, `[100:200]` or `[-10%:]` of a split, as the hub's tools write it."""
+    low, colon, high = part.rstrip("]").partition(":")
+    if not colon or not hasattr(dataset, "select"):
+        raise UserError(f"{name}: can't take {split!r}; slices are like train[:80%], and need streaming: false")
+    try:
+        bounds = [_bound(text, len(dataset), default) for text, default in ((low, 0), (high, len(dataset)))]
+    except ValueError:
+        raise UserError(f"{name}: can't read the slice in {split!r}; write it like train[:80%]") from None
+    return dataset.select(range(*bounds))
+
+
+def _bound(text: str, rows: int, default: int) -> int:
+    if not text:
+        return default
+    value = round(float(text[:-1]) / 100 * rows) if text.endswith("%") else int(text)
+    return max(0, min(rows, value + rows if value < 0 else value))
+
+
+def without_nulls(value: Any) -> Any:
+    """Columnar formats give every struct all fields; those a row doesn't have are null and would confuse templates."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

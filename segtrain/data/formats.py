@@ -1,0 +1,314 @@
+"""Row formats: which one a row is in, and the row in one of four plain shapes.
+
+Understood besides the contract's own (`messages`; `prompt` and `completion`; `text`; `prompt`, `chosen` and `rejected`): ShareGPT
+(`conversations` of `from`/`value`) and Alpaca (`instruction`, `input`, `output`). `columns` renames the data's fields first.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from segtrain.data.raw import Raw, kind
+from segtrain.data.rows import Origin
+from segtrain.errors import UserError
+
+Message: TypeAlias = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "documents")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A plain document; all of it is learnt."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt and what should follow it."""
+
+    prompt: str
+    completion: str
+    tools: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, with the tools that its template may announce."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two responses. As strings they follow `prompt`; as conversations both hold the prompt's turns themselves."""
+
+    prompt: str | None
+    chosen: str | list[Message]
+    rejected: str | list[Message]
+    tools: list[Any] | None = None
+
+
+Example: TypeAlias = Text | Completion | Chat | Preference
+
+
+@dataclass(frozen=True)
+class Form:
+    """A recognised row format: the contract's name of it and the fields that tell it."""
+
+    format: str
+    fields: tuple[str, ...]
+    label: str
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        return all(field in row for field in self.fields)
+
+
+# In order of preference: the first that fits is taken.
+FORMS = (
+    Form("preference", ("chosen", "rejected"), "preference"),
+    Form("completion", ("prompt", "completion"), "prompt/completion"),
+    Form("chat", ("messages",), "chat"),
+    Form("chat", ("conversations",), "chat (ShareGPT)"),
+    Form("completion", ("instruction", "output"), "prompt/completion (Alpaca)"),
+    Form("text", ("text",), "text"),
+)
+
+
+class Reader:
+    """Raw rows of one source to examples, all in the same form.
+
+    The form is the recipe's `format`, or else whatever the first row is in; a later row in another form is an error.
+    """
+
+    def __init__(self, format: str = "auto", columns: Mapping[str, str] | None = None, loss: str | None = None) -> None:
+        self.format, self.columns, self.loss = format, dict(columns or {}), loss
+        self.form: Form | None = None
+        self.first: Origin | None = None
+
+    def read(self, raw: Raw) -> Example:
+        """The row's example. Raises UserError naming file, line and field."""
+        row = self._renamed(raw)
+        form = self.recognise(row, raw.origin)
+        if self.form is None:
+            self._settle(form, raw.origin)
+        elif form != self.form:
+            raise UserError(
+                f"{raw.origin}: this row is in {form.label} form, but {self.first} is in {self.form.label} form; "
+                f"keep one form in a data set (here: {_keys(row)})"
+            )
+        return _Fields(row, raw.origin).example(form)
+
+    def recognise(self, row: Mapping[str, Any], origin: Origin) -> Form:
+        """Which form a row is in. Raises UserError with the keys that were found where it is in none."""
+        forms = [form for form in FORMS if self.format in ("auto", form.format)]
+        for form in forms:
+            if form.fits(row):
+                return form
+        wanted = "; ".join(" and ".join(form.fields) for form in forms)
+        raise UserError(
+            f"{origin}: {'a row' if self.format == 'auto' else f'a {self.format} row'} needs the fields {wanted}; "
+            f"this one has {_keys(row)}{_missing(forms, row)} (rename fields with data.columns)"
+        )
+
+    def _settle(self, form: Form, origin: Origin) -> None:
+        if self.loss == "orpo" and form.format != "preference":
+            raise UserError(
+                f"{origin}: ORPO needs the fields chosen and rejected, but this is a {form.label} row; "
+                "name them with data.columns, or train with `segtrain sft`"
+            )
+        if self.loss == "sft" and form.format == "preference":
+            raise UserError(
+                f"{origin}: this is a preference row; train with `segtrain orpo`, or learn one response of it with "
+                "data.columns: {completion: chosen}"
+            )
+        self.form, self.first = form, origin
+
+    def _renamed(self, raw: Raw) -> dict[str, Any]:
+        row = dict(raw.value())
+        values = {}
+        for ours, theirs in self.columns.items():
+            if theirs not in row:
+                raise UserError(
+                    f"{raw.origin}: data.columns takes {ours} from {theirs!r}, but this row has {_keys(row)}"
+                )
+            values[ours] = row[theirs]
+        for theirs in self.columns.values():
+            row.pop(theirs, None)
+        return row | values
+
+
+class _Fields:
+    """One row's fields, checked as they are taken."""
+
+    def __init__(self, row: Mapping[str, Any], origin: Origin) -> None:
+        self.row, self.origin = row, origin
+
+    def example(self, form: Form) -> Example:
+        match form.fields:
+            case ("text",):
+                return Text(self.text("text"))
+            case ("prompt", "completion"):
+                return self.completion()
+            case ("instruction", "output"):
+                return Completion(self.alpaca_prompt(), self.text("output"))
+            case ("messages",):
+                return Chat(self.messages("messages"), self.tools())
+            case ("conversations",):
+                return Chat(self.sharegpt(), self.tools())
+        return self.preference()
+
+    def completion(self) -> Example:
+        if isinstance(self.row["prompt"], list) or isinstance(self.row["completion"], list):
+            prompt, completion = self.turns("prompt", "user"), self.turns("completion", "assistant")
+            return Chat([*prompt, *completion], self.tools())
+        return Completion(self.text("prompt"), self.text("completion"), self.tools())
+
+    def preference(self) -> Preference:
+        chosen, rejected = self.row["chosen"], self.row["rejected"]
+        prompt = self.row.get("prompt")
+        if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, list):
+            if prompt is None:
+                raise self.error("prompt is missing: chosen and rejected are strings, so the prompt must be given")
+            return Preference(self.text("prompt"), chosen, rejected, self.tools())
+        before = [] if prompt is None else self.turns("prompt", "user")
+        return Preference(None, self.answered(before, "chosen"), self.answered(before, "rejected"), self.tools())
+
+    def answered(self, prompt: list[Message], field: str) -> list[Message]:
+        """The whole conversation that `field` ends; it may hold the prompt's turns again, or only the answer."""
+        turns = self.turns(field, "assistant")
+        whole = turns if turns[: len(prompt)] == prompt else [*prompt, *turns]
+        if whole[-1]["role"] != "assistant":
+            raise self.error(f"{field} must end with an assistant turn, not with {whole[-1]['role']}")
+        if len(whole) == 1:
+            raise self.error(f"{field} holds no turn before its answer, and there is no prompt")
+        return whole
+
+    def turns(self, field: str, role: str) -> list[Message]:
+        """A list of messages, or a string as one turn of `role`."""
+        value = self.row[field]
+        if isinstance(value, str):
+            return [{"role": role, "content": value}]
+        if isinstance(value, dict):
+            return [self.message(field, value)]
+        return self.messages(field)
+
+    def messages(self, field: str) -> list[Message]:
+        value = self.row[field]
+        if not isinstance(value, list):
+            raise self.error(f"{field} must be a list of messages, not {kind(value)}")
+        if not value:
+            raise self.error(f"{field} is empty")
+        return [self.message(f"{field}[{i}]", message) for i, message in enumerate(value)]
+
+    def message(self, where: str, message: Any) -> Message:
+        if not isinstance(message, dict):
+            raise self.error(f"{where} must be an object with role and content, not {kind(message)}")
+        if "role" not in message:
+            hint = "; for from/value turns name the field conversations" if "from" in message else ""
+            raise self.error(f"{where} has no role (it has {_keys(message)}){hint}")
+        role = message["role"]
+        if role not in ROLES:
+            meant = SHAREGPT_ROLES.get(role) if isinstance(role, str) else None
+            hint = f"; write {meant}" if meant else ""
+            raise self.error(f"{where}.role is {role!r}, not one of {', '.join(ROLES)}{hint}")
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+            raise self.error(f"{where}.tool_calls must be a list of objects, not {kind(calls)}")
+        return {**message, "content": self.content(where, message)}
+
+    def content(self, where: str, message: Message) -> str:
+        content = message.get("content")
+        if content is None:
+            if message.get("tool_calls") or message.get("reasoning_content"):
+                return ""
+            raise self.error(f"{where}.content is {'null' if 'content' in message else 'missing'}")
+        if isinstance(content, list):
+            return "".join(self.part(f"{where}.content[{i}]", part) for i, part in enumerate(content))
+        if not isinstance(content, str):
+            raise self.error(f"{where}.content must be a string, not {kind(content)}")
+        return content
+
+    def part(self, where: str, part: Any) -> str:
+        if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            return str(part["text"])
+        found = part.get("type") if isinstance(part, dict) else kind(part)
+        raise self.error(f"{where} is {found!r}; only text parts can be trained on")
+
+    def sharegpt(self) -> list[Message]:
+        turns = self.row["conversations"]
+        if not isinstance(turns, list):
+            raise self.error(f"conversations must be a list of turns, not {kind(turns)}")
+        if turns and isinstance(turns[0], dict) and "role" in turns[0]:
+            return self.messages("conversations")
+        if not turns:
+            raise self.error("conversations is empty")
+        messages = [self.sharegpt_turn(f"conversations[{i}]", turn) for i, turn in enumerate(turns)]
+        system = self.row.get("system")
+        return [{"role": "system", "content": self.text("system")}, *messages] if system else messages
+
+    def sharegpt_turn(self, where: str, turn: Any) -> Message:
+        if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
+            found = _keys(turn) if isinstance(turn, dict) else kind(turn)
+            raise self.error(f"{where} must be an object with from and value (found: {found})")
+        if turn["from"] not in SHAREGPT_ROLES:
+            raise self.error(f"{where}.from is {turn['from']!r}, not one of {', '.join(SHAREGPT_ROLES)}")
+        if not isinstance(turn["value"], str):
+            raise self.error(f"{where}.value must be a string, not {kind(turn['value'])}")
+        return {"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]}
+
+    def alpaca_prompt(self) -> str:
+        instruction, extra = self.text("instruction"), self.row.get("input")
+        return f"{instruction}\n\n{self.text('input')}" if extra else instruction
+
+    def tools(self) -> list[Any] | None:
+        tools = self.row.get("tools")
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools) if tools.strip() else None
+            except ValueError:
+                raise self.error("tools is a string that isn't valid JSON") from None
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise self.error(f"tools must be a list of objects, not {kind(tools)}")
+        return tools or None
+
+    def text(self, field: str) -> str:
+        value = self.row[field]
+        if not isinstance(value, str):
+            raise self.error(f"{field} must be a string, not {kind(value)}")
+        return value
+
+    def error(self, text: str) -> UserError:
+        return UserError(f"{self.origin}: {text}")
+
+
+def _keys(row: Mapping[str, Any]) -> str:
+    shown = [str(key) for key in list(row)[:8]]
+    return ", ".join(shown) + (", …" if len(row) > 8 else "") if shown else "no fields"
+
+
+def _missing(forms: Sequence[Form], row: Mapping[str, Any]) -> str:
+    """What the nearest form lacks, when the row has part of it."""
+    partial = [form for form in forms if any(field in row for field in form.fields)]
+    if not partial:
+        return ""
+    lacking = [field for field in partial[0].fields if field not in row]
+    return f", so {' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing"

@@ -1,0 +1,171 @@
+"""JSON-lines files: by row number through an index of byte offsets, or one after another from a cursor.
+
+A file is never held in memory. The index costs 8 bytes a row; blank lines are left out of it. A compressed file is unpacked
+once into an unnamed temporary file before it can be indexed; reading it in order (`streaming: true`) needs no disk.
+"""
+
+import gzip
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from segtrain.data.raw import BOM, Raw
+from segtrain.data.rows import Origin
+from segtrain.errors import UserError
+
+CHUNK = 16 << 20
+_NEWLINE = 10
+
+
+class JsonLines:
+    """A JSONL file, plain or .gz, as a table: `len` and rows by number, in any order."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, str(path)
+        self._file = _unpacked(path) if is_gzip(path) else _opened(path)
+        self._ends, self._blank = _index(self._file)
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, number: int) -> Raw:
+        """Row `number`, counted from 0 without blank lines."""
+        line = number + int(np.searchsorted(self._blank, number, side="right"))
+        end = int(self._ends[number])
+        start = int(self._ends[number - 1]) if number else 0
+        data = os.pread(self._file.fileno(), end - start, start)
+        return Raw(data.rstrip(b"\r\n").lstrip(b" \t\r\n" + BOM), Origin(self.name, line + 1))
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        return [len(self), self.size]
+
+
+class LinesInOrder:
+    """JSONL files read in order; a cursor [file, offset, line] names the next line to read."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+        self._open: tuple[int, IO[bytes]] | None = None
+
+    def start(self) -> Any:
+        return [0, 0, 0]
+
+    def read(self, cursor: Any, limit: int) -> tuple[list[Raw], Any | None]:
+        """Up to `limit` rows from `cursor` on, and the cursor after them (None: that was all)."""
+        rows: list[Raw] = []
+        number, offset, line = cursor
+        while number < len(self.paths):
+            path = self.paths[number]
+            with _readable(path):
+                file = self._at(number, offset)
+                for data in iter(file.readline, b""):
+                    line += 1
+                    offset += len(data)
+                    if data.strip() not in (b"", BOM):
+                        rows.append(Raw(data.rstrip(b"\r\n"), Origin(str(path), line)))
+                    if len(rows) == limit:
+                        return rows, [number, offset, line]
+            number, offset, line = number + 1, 0, 0
+        return rows, None
+
+    def _at(self, number: int, offset: int) -> IO[bytes]:
+        """File `number` at `offset`; the open one is used on, since seeking in a .gz starts over."""
+        if self._open is None or self._open[0] != number:
+            self.close()
+            self._open = number, _stream(self.paths[number])
+        file = self._open[1]
+        if file.tell() != offset:
+            file.seek(offset)
+        return file
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        return [[path.name, path.stat().st_size] for path in self.paths]
+
+
+def is_gzip(path: Path) -> bool:
+    return path.suffix == ".gz"
+
+
+def _index(file: IO[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Where each row ends, and for each blank line how many rows stand before it.
+
+    A row's bytes run from the end of the row before it, so they may begin with the newlines of blank lines.
+    """
+    ends = _line_ends(file)
+    blank = [number for number in _short_lines(ends) if _is_blank(file, ends, number)]
+    if not blank:
+        return ends, np.zeros(0, np.int64)
+    lines = np.asarray(blank, np.int64)
+    return np.delete(ends, lines), lines - np.arange(len(lines))
+
+
+def _short_lines(ends: np.ndarray, block: int = 1 << 20) -> Iterator[int]:
+    """The numbers of lines that are too short to hold a row, in blocks so that no second array of their size exists."""
+    for lo in range(0, len(ends), block):
+        before = ends[lo - 1] if lo else 0
+        lengths = np.diff(ends[lo : lo + block], prepend=before)
+        yield from (lo + np.flatnonzero(lengths <= 2 + len(BOM))).tolist()
+
+
+def _is_blank(file: IO[bytes], ends: np.ndarray, number: int) -> bool:
+    start = int(ends[number - 1]) if number else 0
+    return os.pread(file.fileno(), int(ends[number]) - start, start).strip() in (b"", BOM)
+
+
+def _line_ends(file: IO[bytes]) -> np.ndarray:
+    """The offsets just after each newline, and the file's end where its last line has none."""
+    found, position = [np.zeros(0, np.int64)], 0
+    buffer = bytearray(CHUNK)
+    view = np.frombuffer(buffer, np.uint8)
+    last = _NEWLINE
+    while count := file.readinto(buffer):  # type: ignore[attr-defined]
+        found.append(np.flatnonzero(view[:count] == _NEWLINE) + (position + 1))
+        position += count
+        last = int(view[count - 1])
+    if last != _NEWLINE:
+        found.append(np.array([position], np.int64))
+    return np.concatenate(found)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    with _readable(path):
+        return open(path, "rb", buffering=0)
+
+
+def _stream(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if is_gzip(path) else open(path, "rb")  # type: ignore[return-value]
+
+
+def _unpacked(path: Path) -> IO[bytes]:
+    file = tempfile.TemporaryFile(buffering=0)
+    with _readable(path), gzip.open(path, "rb") as packed:
+        shutil.copyfileobj(packed, file, CHUNK)
+    file.seek(0)
+    return file
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: the gzip data is broken or cut off ({error}); copy or download it again") from None
+    except OSError as error:
+        raise UserError(f"{path}: can't be read: {error.strerror or error}") from None
