@@ -65,7 +65,7 @@ BACKENDS = {
         query_multiple=128,
         array_mask=True,
         unequal_dims=True,
-        tile_bytes=256 << 20,
+        tile_bytes=64 << 20,
     ),
     "metal": Backend(
         "metal",
