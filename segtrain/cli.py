@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from segtrain import __version__
 from segtrain.errors import RunFailed, UserError
@@ -37,7 +38,20 @@ class AdapterFormat(str, Enum):
     mlx = "mlx"
 
 
+class Interrupted(Exception):
+    """Ctrl-C outside a training step; click would turn it into a silent exit code."""
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="LoRA fine-tuning on MLX at long contexts and on small memory budgets, by segmented backward.",
     epilog=(
         "\b\nFirst run:\n  segtrain init                          a commented recipe.yaml\n"
@@ -132,7 +146,8 @@ def orpo(
 ) -> int:
     """Preference fine-tuning (ORPO) on chosen and rejected.
 
-    Learns to prefer the chosen answer, without a reference model. The prompt that both answers share is computed once (engine.prefix_sharing).
+    Learns to prefer the chosen answer, without a reference model. The prompt that both answers share is computed once
+    (engine.prefix_sharing).
     """
     return _train("orpo", _load(recipe, set_, "orpo"), resume=resume, dry_run=dry_run, overwrite=overwrite, force=force)
 
@@ -300,7 +315,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again at its exit
         return FAILED
-    except (KeyboardInterrupt, typer.Abort):
+    except (Interrupted, KeyboardInterrupt, typer.Abort):
         return _failed(INTERRUPTED, "interrupted")
     except Exception as error:
         return _failed(*_explained(error))

@@ -1,5 +1,6 @@
 """The recipes that `segtrain init` writes: every key that most people change, with what changing it does."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Literal
@@ -87,5 +88,6 @@ def write_recipe(path: Path, loss: Literal["sft", "orpo"], *, overwrite: bool = 
         partial.write_text(recipe_text(loss, path), encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise UserError(f"{path} can't be written: {error.strerror}; give another --out") from None

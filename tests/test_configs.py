@@ -1,0 +1,77 @@
+"""Every recipe that ships loads, and says what its comments and the documentation promise."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from segtrain.recipe import Recipe, load_recipe
+from segtrain.scaffold import recipe_text, write_recipe
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def test_the_five_recipes_are_there() -> None:
+    assert [path.stem for path in CONFIGS] == ["demo", "long-context-24gb", "mlx-lm-style", "orpo", "sft"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_loads(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.output.dir == f"runs/{path.stem.removesuffix('-24gb')}"
+    assert bool(recipe.notices) == (path.stem == "mlx-lm-style")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_explains_itself(path: Path) -> None:
+    """Comments on a good part of the keys, and the command that runs it."""
+    text = path.read_text(encoding="utf-8")
+    keys = re.findall(r"^\s*[\w]+:", text, re.MULTILINE)
+    commented = re.findall(r"^\s*[\w]+:.*\s# ", text, re.MULTILINE)
+    assert len(commented) * 7 >= len(keys)
+    assert f"configs/{path.name}" in text
+
+
+def test_demo_needs_nothing_but_the_repository() -> None:
+    recipe = load_recipe(ROOT / "configs/demo.yaml")
+    files = [source.path for part in ("train", "valid") for source in recipe.data.sources(part)]
+    assert (ROOT / recipe.model / "config.json").is_file()
+    assert all((ROOT / name).is_file() for name in files)
+
+
+def test_long_context_stays_within_24_gb() -> None:
+    recipe = load_recipe(ROOT / "configs/long-context-24gb.yaml")
+    assert recipe.engine.budget_bytes is not None
+    assert recipe.engine.budget_bytes < 24e9
+    assert recipe.data.max_seq_length == 32768
+
+
+def test_mlx_lm_style_has_only_keys_that_mlx_lm_knows() -> None:
+    lora = pytest.importorskip("mlx_lm.lora")
+    keys = yaml.safe_load((ROOT / "configs/mlx-lm-style.yaml").read_text(encoding="utf-8"))
+    assert keys.keys() <= lora.CONFIG_DEFAULTS.keys()
+
+
+@pytest.mark.parametrize("loss", ["sft", "orpo"])
+def test_init_writes_a_recipe_of_defaults_with_explanations(loss: str, tmp_path: Path) -> None:
+    """Loads as it is; and each key that it shows with a default value shows the real default."""
+    path = tmp_path / "recipe.yaml"
+    write_recipe(path, loss)  # type: ignore[arg-type]
+    recipe = load_recipe(path)
+    shown = yaml.safe_load(path.read_text(encoding="utf-8"))
+    default = Recipe.from_mapping({"model": "m", "data": {"train": "a"}}).dump()
+    chosen = {"train": {"epochs", "learning_rate", "warmup_ratio", "grad_accumulation_steps"}, "output": {"dir"}}
+    chosen["data"] = {"train", "format"}
+    for section in ("data", "lora", "engine", "orpo", "train", "output"):
+        for key in shown.get(section, {}).keys() - chosen.get(section, set()):
+            assert recipe.dump()[section][key] == default[section][key], f"{section}.{key}"
+    assert f"segtrain {loss} {path}" in recipe_text(loss, path)  # type: ignore[arg-type]
+    assert (recipe.data.format == "preference") == (loss == "orpo")
+
+
+def test_commented_out_keys_load_too(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(recipe_text("sft", path).replace("  # valid:", "  valid:"), encoding="utf-8")
+    assert load_recipe(path).data.valid[0].path == "data/valid.jsonl"
