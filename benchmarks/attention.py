@@ -8,15 +8,15 @@ Peak is that of `mx.get_peak_memory` above what was active before (q, k, v and t
 included. Seconds are the fastest of the repeats, by the clock and of CPU time. `exponent` is log(peak) over
 log(tokens), between two lengths. One JSON line a measurement goes to `--out`.
 
-What was tried on the CPU (2 shared cores, OpenBLAS, 8 heads of 64, float32; T = 4096 unless said) and its outcome:
-- all heads in each block instead of parts of the heads: at the same tile of 1 MiB 110 MB instead of 85 and 5.3 s
-  instead of 2.2, for the matrix shapes (16 rows) and for copies of whole dk and dv;
+What was tried on the CPU (OpenBLAS on one core, 8 heads of 64, float32; T = 4096, CPU seconds), and its outcome:
+- all heads in each block instead of parts of the heads: 110 MB and 5.4 s instead of 85 and 2.1 at a tile of 1 MiB
+  (3.1 s at 4 MiB), for the matrix shapes (16 rows) and for copies of whole dk and dv;
 - writing each block into one output or sum (`at[...].add`, slice assignment): not in place, since scheduled work still
   holds the array before. Sixty-four such updates in a row had 15 copies alive; hence small sums, a part of the heads
   at a time, and outputs concatenated;
-- tiles above 1 MiB: no faster, only larger (T = 1024: 22 MB at 1 MiB, 43 at 4; CPU seconds within 10 %);
-- blocks of at least 64 or 256 rows instead of 128: no faster; 256 is up to 1.5 times as large;
-- `mx.exp` instead of e ** x: 12 instead of 4.6 ns an element, and 1.8 times the time of the whole vjp;
+- other tiles than 1 MiB: 0.25 MiB 77 MB and 2.7 s, 4 MiB 111 MB and 2.1 s (T = 1024: 22 MB at 1 MiB, 43 at 4);
+- blocks of at least 64 or 256 rows instead of 128: no difference at 1 MiB (84 and 83 MB, 2.0 and 2.1 s);
+- `mx.exp` instead of e ** x: 12 instead of 4.6 ns an element, 3.1 s instead of 2.1 for the whole vjp;
 - the band without a fused kernel: linear, but each of its arrays is 2 x window x T x heads;
 - one dense call for short rows: no faster than blocks from T = 256 up, so `dense_bytes` is 0 on the CPU;
 - branches through `mx.split` instead of slices (whose gradients are sums of full-length arrays): 47 MB instead of 44 at

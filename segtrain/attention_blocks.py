@@ -51,7 +51,7 @@ class Part(NamedTuple):
 class Blocks:
     """What a block-wise attention computes and how: `tile_bytes` bounds one float32 tile of scores [B, G, R, C, K].
 
-    `power` computes exp(x) as e ** x, which on MLX's CPU backend takes a third of the time of `mx.exp`.
+    `power` computes exp(x) as e ** x, which on MLX's CPU backend takes 0.4 of the time of `mx.exp`.
     """
 
     scale: float
