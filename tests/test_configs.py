@@ -75,3 +75,21 @@ def test_commented_out_keys_load_too(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(recipe_text("sft", path).replace("  # valid:", "  valid:"), encoding="utf-8")
     assert load_recipe(path).data.valid[0].path == "data/valid.jsonl"
+
+
+def test_citation_and_changelog_follow_the_version() -> None:
+    from segtrain import __version__
+
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == __version__
+    assert citation["license"] == "Apache-2.0"
+    assert "## Unreleased" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("target", ["setup", "test", "nightly", "lint", "build", "quickstart"])
+def test_make_targets(target: str) -> None:
+    """Each target exists, and all but `setup` make the environment first."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    found = re.search(rf"^{target}:(.*)$", text, re.MULTILINE)
+    assert found
+    assert found[1].strip() == ("$(STAMP)" if target == "setup" else "setup")
