@@ -17,7 +17,9 @@ from segtrain.models.stack import LayerStack
 LAYERS = 5
 
 
-def engine(family: str = "llama", loss=losses.sft, *, layers: tuple[int, int] | None = None, **options) -> SegmentedBackward:
+def engine(
+    family: str = "llama", loss=losses.sft, *, layers: tuple[int, int] | None = None, **options
+) -> SegmentedBackward:
     model = tiny.build(family)
     lora = tiny.attach(model, layers=layers)
     return SegmentedBackward(LayerStack(model), lora, loss, **options)
@@ -57,7 +59,9 @@ def test_each_layer_runs_twice(family: str, size: int):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("layers", "expected"), [((3, 5), [1, 1, 1, 2, 2]), ((1, 3), [1, 2, 2, 2, 2]), ((4, 5), [1] * 4 + [2])])
+@pytest.mark.parametrize(
+    ("layers", "expected"), [((3, 5), [1, 1, 1, 2, 2]), ((1, 3), [1, 2, 2, 2, 2]), ((4, 5), [1] * 4 + [2])]
+)
 def test_layers_below_the_lowest_trainable_run_once(size: int, layers: tuple[int, int], expected: list[int]):
     assert work(engine(layers=layers, segment_size=size)) == expected
 
@@ -141,7 +145,9 @@ def test_evaluation_is_the_steps_loss_without_dropout():
     backward = SegmentedBackward(LayerStack(model), lora, losses.sft)
     quiet = backward.evaluate(tiny.row()).total.item()
     assert quiet != pytest.approx(backward.step(tiny.row()).loss.total.item(), rel=1e-3)
-    assert FullBackward(backward.stack, lora, losses.sft).evaluate(tiny.row()).total.item() == pytest.approx(quiet, rel=1e-6)
+    assert FullBackward(backward.stack, lora, losses.sft).evaluate(tiny.row()).total.item() == pytest.approx(
+        quiet, rel=1e-6
+    )
     with lora.dropout_keys.disabled():
         assert backward.step(tiny.row()).loss.total.item() == quiet
 

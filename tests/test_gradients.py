@@ -179,7 +179,9 @@ def test_compiled_graphs_serve_other_rows_and_parameters(kind: type, dropout: fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"mlp_rows": 5}, {"dequantize": True}, {"mlp_rows": 5, "dequantize": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"mlp_rows": 5}, {"dequantize": True}, {"mlp_rows": 5, "dequantize": True}], ids=str
+)
 def test_compiled_with_other_options(options: dict):
     stack, lora = setup("llama", bits=4)
     try:
@@ -245,5 +247,7 @@ def test_control_dropout_keyed_by_a_call_counter_is_seen(monkeypatch):
 
 def test_control_a_skipped_segment_is_seen(monkeypatch):
     original = LayerStack.run
-    monkeypatch.setattr(LayerStack, "run", lambda self, tape, carry, lo, hi: original(self, tape, carry, lo, max(hi - 1, lo + 1)))
+    monkeypatch.setattr(
+        LayerStack, "run", lambda self, tape, carry, lo, hi: original(self, tape, carry, lo, max(hi - 1, lo + 1))
+    )
     assert tiny.relative(full("llama").grads, segmented("llama", segment_size=2).grads) > 0.1

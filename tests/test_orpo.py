@@ -1,8 +1,9 @@
 """ORPO on a model: both preference layouts against full backward, and against TRL's definition on mlx-lm's own logits.
 
-Which norm is honest? The loss's gradient is a sum over spans of slope * d(sum of log-probs)/dp. Where the chosen and the rejected response
-pull in opposite directions the sum is small and its rounding error is not, so an error relative to the sum would measure the
-cancellation, not the layout. Errors here are relative, per tensor, to the sum of the norms of the spans' contributions.
+Which norm is honest? The loss's gradient is a sum over spans of slope * d(sum of log-probs)/dp. Where the chosen and the
+rejected response pull in opposite directions the sum is small and its rounding error is not, so an error relative to
+the sum would measure the cancellation, not the layout. Errors here are relative, per tensor, to the sum of the norms
+of the spans' contributions.
 """
 
 from collections.abc import Callable
@@ -39,9 +40,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "default rope": lambda: short("llama", LLAMA),
     "traditional rope": lambda: short("llama", LLAMA, rope_traditional=True),
     "linear rope": lambda: short("llama", LLAMA, rope_scaling={"type": "linear", "factor": 4.0}),
-    "llama3 rope": lambda: short(
-        "llama", LLAMA, rope_scaling={**LLAMA3, "original_max_position_embeddings": 64}
-    ),
+    "llama3 rope": lambda: short("llama", LLAMA, rope_scaling={**LLAMA3, "original_max_position_embeddings": 64}),
     "yarn rope": lambda: short(
         "qwen3",
         tiny.FAMILIES["qwen3"][1],
@@ -62,8 +61,8 @@ _cache: dict[str, tuple[LayerStack, Lora]] = {}
 def setup(name: str) -> tuple[LayerStack, Lora]:
     if name not in _cache:
         model = MODELS[name]()
-        _cache[name] = LayerStack(model), tiny.attach(model)
-        _cache[name] = LayerStack(model), _cache[name][1]
+        lora = tiny.attach(model)
+        _cache[name] = LayerStack(model), lora
     return _cache[name]
 
 

@@ -83,7 +83,12 @@ def test_streams_are_independent():
 
 def state(model: nn.Module) -> tuple:
     classes = {type(layer): type(layer).__call__ for layer in model.layers}
-    return (mx.fast.rope, mx.fast.scaled_dot_product_attention, classes, [v for _, v in tree_flatten(model.parameters())])
+    return (
+        mx.fast.rope,
+        mx.fast.scaled_dot_product_attention,
+        classes,
+        [v for _, v in tree_flatten(model.parameters())],
+    )
 
 
 def same(before: tuple, after: tuple) -> bool:
@@ -185,7 +190,9 @@ def glued(layers: list, h: mx.array) -> mx.array:
 
 def test_an_odd_model_called_in_order_is_accepted():
     stack = LayerStack(Odd(in_order))
-    assert mx.array_equal(by_segments(stack, Stream(mx.array([[1, 2, 3]])), 1), stack.whole(Stream(mx.array([[1, 2, 3]]))))
+    assert mx.array_equal(
+        by_segments(stack, Stream(mx.array([[1, 2, 3]])), 1), stack.whole(Stream(mx.array([[1, 2, 3]])))
+    )
 
 
 @pytest.mark.parametrize(
