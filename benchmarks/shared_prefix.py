@@ -4,7 +4,7 @@
     python benchmarks/shared_prefix.py --sizes 1024,128,128 8,64,64
 
 The model and the measure are `cpu_memory.py`'s. The claim: at prompt 896 and responses of 64 tokens, shared takes
-at most 0.60 of pair's time, at a lower peak. The two layouts take turns in one process, so that a busy machine slows both.
+at most 0.60 of pair's time, at a lower peak. Both take turns in one process, so that a busy machine slows both.
 """
 
 import argparse

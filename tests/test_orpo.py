@@ -1,9 +1,9 @@
 """ORPO on a model: both preference layouts against full backward, and against TRL's definition on mlx-lm's own logits.
 
-Which norm is honest? The loss's gradient is a sum over spans of slope * d(sum of log-probs)/dp. Where the chosen and the
-rejected response pull in opposite directions the sum is small and its rounding error is not, so an error relative to
-the sum would measure the cancellation, not the layout. Errors here are relative, per tensor, to the sum of the norms
-of the spans' contributions.
+Which norm is honest? The loss's gradient is a sum over spans of slope * d(sum of log-probs)/dp. Where the chosen and
+the rejected response pull in opposite directions the sum is small and its rounding error is not, so an error relative
+to the sum would measure the cancellation, not the layout. Errors here are relative, per tensor, to the sum of the
+norms of the spans' contributions.
 """
 
 from collections.abc import Callable
