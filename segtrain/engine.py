@@ -11,9 +11,9 @@ else crosses a segment edge. A carry that several segments read collects the sum
 Segments below the lowest trainable layer get no backward.
 
 The last `keep` layers may be kept whole: their activations stay from forward to backward instead of being recomputed. `mx.vjp` wants its
-cotangent beforehand, but dL/dc_n is known only after the head, so the kept segment's vjp is taken of the
-scalar <c_n, dL/dc_n>: the function evaluates c_n, whose graph MLX keeps while it traces, runs the head on a copy of c_n outside the
-trace, and returns the product, whose cotangent with respect to c_n is exactly dL/dc_n.
+cotangent beforehand, but dL/dc_n is known only after the head, so the kept segment's vjp is taken of the scalar <c_n, dL/dc_n> with
+dL/dc_n held constant, whose gradient with respect to c_n is exactly that. All of it is one unevaluated graph, in which the
+head's chunks depend on each other; what backward doesn't need is freed as evaluation passes.
 
 For very long rows the carries themselves are too much: with `stride` s only every s-th edge is kept, and the edges between are
 recomputed, a group of s segments at a time, when backward reaches them.
@@ -145,7 +145,8 @@ class SegmentedBackward:
         if head_chunk < 1:
             raise ValueError(f"head_chunk must be at least 1, not {head_chunk}")
         self.stack, self.lora, self.loss, self.meter = stack, lora, loss, meter
-        self.head_chunk, self.lookahead, self.compiled = head_chunk, lookahead, compiled
+        self.head_chunk, self.lookahead = head_chunk, lookahead
+        self.compiled = compiled and not lora.dropout  # a traced graph would hold the first row's dropout masks
         self._traced: dict[tuple, Callable] = {}
         frozen, kept_from = lora.lowest, max(len(stack) - keep, lora.lowest)
         ranges = [(0, frozen, segment_size), (frozen, kept_from, segment_size), (kept_from, len(stack), len(stack))]
@@ -209,28 +210,34 @@ class SegmentedBackward:
         return [*edges, carry]
 
     def _score(
-        self, layout: Layout, number: int, h: mx.array, *, gradient: bool
+        self, layout: Layout, number: int, h: mx.array, *, gradient: bool, awaited: bool = True
     ) -> dict[str, tuple[Span, mx.array, list[mx.array]]]:
         """Per span of stream `number`: the span, its sum of log-probs, and its unit gradient in chunks."""
         scores = {}
         with self.meter("head", number):
             for name, span in layout.spans.items():
                 if span.stream == number:
-                    scored = score(self.stack.logits, h, span, self.head_chunk, gradient=gradient)
+                    scored = score(
+                        self.stack.logits, h, span, self.head_chunk, gradient=gradient, awaited=awaited
+                    )
                     scores[name] = (span, scored.logp, scored.units)
         return scores
 
-    def _head(self, layout: Layout, hidden: Sequence[mx.array]) -> tuple[LossValue, list[mx.array]]:
+    def _head(
+        self, layout: Layout, hidden: Sequence[mx.array], *, awaited: bool = True
+    ) -> tuple[LossValue, list[mx.array]]:
         """The loss, and its gradient with respect to each stream's last hidden states."""
-        scores = [self._score(layout, number, h, gradient=True) for number, h in enumerate(hidden)]
+        scores = [self._score(layout, n, h, gradient=True, awaited=awaited) for n, h in enumerate(hidden)]
         sums = {name: logp for stream in scores for name, (_, logp, _) in stream.items()}
         value, slopes = value_and_grad(self.loss, sums, _counts(layout))
         dhs = []
         for h, stream in zip(hidden, scores, strict=True):
             dhs.append(cotangent(h, [(span, units, slopes[name]) for name, (span, _, units) in stream.items()]))
-            mx.eval(dhs[-1])
             stream.clear()
-        mx.eval(value.total, value.metrics)
+            if awaited:
+                mx.eval(dhs[-1])
+        if awaited:
+            mx.eval(value.total, value.metrics)
         return value, dhs
 
     def _kept(
@@ -239,35 +246,24 @@ class SegmentedBackward:
         """Kept segments of all streams and the head in one transform: value, cotangents of `carries`, gradients."""
         (segment,) = self.kept
         slots = self.lora.slots(segment.lo, segment.hi)
-        width = len(segment.reads)
         value: list[LossValue] = []
 
-        def product(*inputs: mx.array) -> list[mx.array]:
+        def product(given: list[Carry], values: list[mx.array]) -> mx.array:
             hidden = []
-            with swapped(slots, inputs[width * len(tapes) :]):
-                for number, tape in enumerate(tapes):
+            with swapped(slots, values):
+                for number, (tape, carry) in enumerate(zip(tapes, given, strict=True)):
                     self.lora.dropout_keys.stream = number
-                    carry = dict(zip(segment.reads, inputs[width * number : width * (number + 1)], strict=True))
-                    with self.meter(f"forward{segment}", number):
-                        hidden.append(self.stack.run(tape, carry, segment.lo, segment.hi)[HIDDEN])
-                        mx.eval(hidden[-1])
-            loss, dhs = self._head(layout, [untraced(h) for h in hidden])
+                    hidden.append(self.stack.run(tape, carry, segment.lo, segment.hi)[HIDDEN])
+            loss, dhs = self._head(layout, [mx.stop_gradient(h) for h in hidden], awaited=False)
             value.append(loss)
-            return [mx.stack([(h * dh).sum() for h, dh in zip(hidden, dhs, strict=True)]).sum()]
+            products = [(h * mx.stop_gradient(dh)).sum() for h, dh in zip(hidden, dhs, strict=True)]
+            return mx.stack(products).sum()
 
-        inputs = [carry[name] for carry in carries for name in segment.reads]
-        with self.stack.prepared(segment.lo, segment.hi):
-            _, grads = mx.vjp(product, [*inputs, *(slot.value for slot in slots)], [mx.ones((), inputs[0].dtype)])
-        with self.meter(f"backward{segment}", 0):
-            end = len(grads)
-            for layer in reversed(self.lora.layers[segment.lo : segment.hi]):  # the last layer's first: frees most
-                end, stop = end - len(layer), end
-                mx.eval(grads[end:stop])
-            mx.eval(grads)
-        cotangents = [
-            dict(zip(segment.reads, grads[width * n : width * (n + 1)], strict=True)) for n in range(len(tapes))
-        ]
-        return value[0], cotangents, {s.name: g for s, g in zip(slots, grads[len(inputs) :], strict=True)}
+        given = [_pick(carry, segment.reads) for carry in carries]
+        with self.meter(f"kept{segment}", 0), self.stack.prepared(segment.lo, segment.hi):
+            cotangents, grads = mx.grad(product, argnums=(0, 1))(given, [slot.value for slot in slots])
+            mx.eval(value[0].total, value[0].metrics, cotangents, grads)
+        return value[0], cotangents, {slot.name: grad for slot, grad in zip(slots, grads, strict=True)}
 
     def _backward(
         self,
@@ -358,7 +354,8 @@ class FullBackward:
     def __init__(
         self, stack: Stack, lora: Lora, loss: Loss, *, compiled: bool = False, meter: Meter = no_meter
     ):
-        self.stack, self.lora, self.loss, self.compiled, self.meter = stack, lora, loss, compiled, meter
+        self.stack, self.lora, self.loss, self.meter = stack, lora, loss, meter
+        self.compiled = compiled and not lora.dropout  # as in `SegmentedBackward`
         self._traced: dict[tuple, Callable] = {}
 
     def step(self, layout: Layout) -> Step:
@@ -425,11 +422,6 @@ def _padded_rows(span: Span, multiple: int) -> tuple[mx.array, mx.array, mx.arra
     extra = -len(span) % multiple
     rows, targets = (mx.pad(x, (0, extra)) for x in (span.rows, span.targets))
     return rows, targets, (mx.arange(len(span) + extra) < len(span)).astype(mx.float32)
-
-
-def untraced(array: mx.array) -> mx.array:
-    """The same values, in an array that no running transform traces. `array` must be evaluated."""
-    return mx.from_dlpack(array)
 
 
 def _counts(layout: Layout) -> dict[str, int]:

@@ -39,13 +39,22 @@ def chunk_rows(vocabulary: int, budget: int = 512 << 20) -> int:
     return max(MIN_CHUNK, min(MAX_CHUNK, budget // (BYTES_PER_LOGIT * vocabulary)))
 
 
-def score(logits: Logits, h: mx.array, span: Span, chunk: int, *, gradient: bool) -> SpanScore:
-    """Sum of log-probs of `span.targets` given rows `span.rows` of `h`, and its unit gradient if wanted."""
+def score(
+    logits: Logits, h: mx.array, span: Span, chunk: int, *, gradient: bool, awaited: bool = True
+) -> SpanScore:
+    """Sum of log-probs of `span.targets` given rows `span.rows` of `h`, and its unit gradient if wanted.
+
+    Chunks are evaluated one by one; with `awaited` false nothing is evaluated here, but each chunk depends on the one before.
+    """
     total, units = mx.array(0.0), []
     for rows, targets in _chunks(span, chunk):
-        logp, unit = _score_rows(logits, mx.take(h, rows, axis=-2), targets, gradient)
+        part = mx.take(h, rows, axis=-2)
+        if units and not awaited:
+            (part,) = mx.depends([part], [units[-1]])
+        logp, unit = _score_rows(logits, part, targets, gradient)
         total = total + logp
-        mx.eval(total, unit)
+        if awaited:
+            mx.eval(total, unit)
         if unit is not None:
             units.append(unit)
     return SpanScore(total, units)
