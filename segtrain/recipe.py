@@ -346,6 +346,8 @@ class Recipe(Section):
         return _checked(mlx_lm_keys.translate(values), source)
 
     def _own_notices(self) -> Iterator[str]:
+        if self.data.test:
+            yield "data.test is not read in training: only data.valid is evaluated"
         if self.trust_remote_code:
             yield f"trust_remote_code runs Python code that comes with {self.model}; be sure that you trust its author"
 

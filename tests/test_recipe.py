@@ -479,6 +479,12 @@ def test_recipes_are_frozen(tmp_path: Path) -> None:
         recipe.train.seed = 3  # type: ignore[misc]
 
 
+def test_a_test_set_is_said_to_be_left_alone(tmp_path: Path) -> None:
+    assert load(tmp_path, MINIMAL, "data.test=t.jsonl").notices == (
+        "data.test is not read in training: only data.valid is evaluated",
+    )
+
+
 def test_trusting_remote_code_is_said(tmp_path: Path) -> None:
     assert any("runs Python code" in notice for notice in load(tmp_path, MINIMAL, "trust_remote_code=true").notices)
 
