@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     PrivateAttr,
     Strict,
     ValidationError,
@@ -33,6 +34,7 @@ from segtrain.recipe_problems import Problem, lines_of, listing, problems_error
 Auto: TypeAlias = Literal["auto"]
 Part: TypeAlias = Literal["train", "valid", "test"]
 DEFAULT_ALPHA = 16.0
+ALL_LINEAR = "all-linear"
 _UNITS = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -150,7 +152,7 @@ class LoraRecipe(Section):
     scale: float | None = Field(default=None, gt=0)
     rslora: bool = False
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    targets: Annotated[Texts, Field(min_length=1)] = ("all-linear",)
+    targets: Annotated[str | tuple[str, ...], PlainValidator(lambda value: _targets(value))] = ALL_LINEAR
     layers: Any = "all"  # "all", N (the last N) or (lo, hi): layers lo..hi-1
 
     @property
@@ -407,6 +409,14 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _targets(value: Any) -> str | tuple[str, ...]:
+    """`all-linear` as it is, names and globs as a tuple."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not names or not all(name and isinstance(name, str) for name in names):
+        raise ValueError(f"must be {ALL_LINEAR} or a list of module names or globs, not {value!r}")
+    return ALL_LINEAR if list(names) == [ALL_LINEAR] else tuple(names)
 
 
 def _all_or_rows(value: Any) -> Any:

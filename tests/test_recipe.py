@@ -181,7 +181,9 @@ rank: 4
         ("lora: {layers: [4, 2]}", "lora.layers must be all, a number N"),
         ("lora: {layers: 0}", "lora.layers must be all"),
         ("lora: {layers: true}", "lora.layers must be all"),
-        ("lora: {targets: []}", "lora.targets must not be empty"),
+        ("lora: {targets: []}", "lora.targets must be all-linear or a list of module names or globs, not []"),
+        ("lora: {targets: [q_proj, 3]}", "lora.targets must be all-linear or a list"),
+        ("lora: {targets: {q_proj: 1}}", "lora.targets must be all-linear or a list"),
         ("lora: {rank: true}", "lora.rank must be a whole number, not true"),
         ("lora: {rank: 8.0}", "lora.rank must be a whole number, not 8.0"),
         ("lora: [q_proj]", "lora must be a mapping of keys, not ['q_proj']"),
@@ -296,6 +298,19 @@ def test_scale_and_layer_range() -> None:
     for layers in (9, [2, 9]):
         with pytest.raises(UserError, match="the model's 8 layers"):
             LoraRecipe(layers=layers).layer_range(8)
+
+
+@pytest.mark.parametrize(
+    ("given", "targets"),
+    [
+        ("all-linear", "all-linear"),
+        (["all-linear"], "all-linear"),
+        ("q_proj", ("q_proj",)),
+        (["a", "b.*"], ("a", "b.*")),
+    ],
+)
+def test_targets(given: Any, targets: Any) -> None:
+    assert LoraRecipe(targets=given).targets == targets
 
 
 def test_warmup_is_counted_in_updates() -> None:
@@ -468,7 +483,7 @@ def test_differences_name_path_and_values(tmp_path: Path) -> None:
     changed = load(tmp_path, MINIMAL, "train.seed=1", "data.train=[a.jsonl, b.jsonl]")
     assert differences(before, changed) == [
         'data.train: ["a.jsonl"] → ["a.jsonl", "b.jsonl"]',
-        'lora.targets: ["a"] → ["all-linear"]',
+        'lora.targets: ["a"] → all-linear',
         "train.seed: 0 → 1",
     ]
 
