@@ -4,12 +4,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from segtrain.data import encode
 from segtrain.data.encode import NO_TARGETS_LEFT, RESPONSE_TOO_LONG, TOO_LONG, Dropped, Encoded
 from segtrain.data.rows import PreferenceRow
 from segtrain.errors import UserError
 
 LENGTH_REASONS = (TOO_LONG, NO_TARGETS_LEFT, RESPONSE_TOO_LONG)
 EXAMPLES = 3
+REMARKS = {
+    encode.DOUBLED_BOS: "began with a doubled BOS; one was removed",
+    encode.IDENTICAL: "have identical chosen and rejected responses and teach no preference",
+    encode.PROMPTS_DIFFER: "have different prompts for chosen and rejected; their prefix can't be shared",
+    encode.OPEN_TURN: "end assistant turns without a special token, so the model may not learn to stop",
+    encode.CONTROLS: "spell out special tokens in their text, which then act as such",
+}
 
 
 @dataclass
@@ -85,7 +93,7 @@ class Tally:
         for reason, count in self.reasons.items():
             found[f"dropped: {reason}"] = count
         if preference:
-            found |= {"identical": self.remarks["identical"], "fallbacks": self.fallbacks}
+            found |= {"identical": self.remarks[encode.IDENTICAL], "fallbacks": self.fallbacks}
         return found
 
     def require_rows(self, name: str, limit: int) -> None:
@@ -94,20 +102,21 @@ class Tally:
             return
         if not self.seen:
             raise UserError(f"{name}: the data holds no row")
-        too_long = sum(self.reasons[reason] for reason in LENGTH_REASONS)
-        if too_long:
+        if self.too_long:
             raise UserError(
-                f"{name}: max_seq_length {limit} leaves no response tokens in {too_long} of {self.seen} rows and the "
-                f"others are empty; raise it to {self.needed}"
-                if too_long < self.seen
-                else f"{name}: max_seq_length {limit} leaves nothing of any of the {self.seen} rows "
-                f"({self._reasons()}); raise it to {self.needed}, or set on_long: truncate_prompt"
+                f"{name}: max_seq_length {limit} leaves no response tokens in {self.too_long} of {self.seen} rows, and "
+                f"no row is left ({self._reasons()}); raise it to {self.needed}, or see data.on_long"
             )
         raise UserError(f"{name}: none of the {self.seen} rows has a supervised token ({self._reasons()})")
 
+    @property
+    def too_long(self) -> int:
+        """Rows lost for their length."""
+        return sum(self.reasons[reason] for reason in LENGTH_REASONS)
+
     def require_difference(self, name: str) -> None:
         """Raises UserError where chosen and rejected are the same in every row."""
-        if self.rows and self.remarks["identical"] == self.rows:
+        if self.rows and self.remarks[encode.IDENTICAL] == self.rows:
             raise UserError(
                 f"{name}: chosen and rejected are identical in all {self.rows} rows, so there is nothing to prefer"
             )
@@ -121,17 +130,11 @@ class Tally:
         """What the user should hear once about these rows."""
         found, of = [], f"of {self.seen} rows looked at in {name}"
         if self.dropped:
-            fix = f"; max_seq_length {self.needed} would keep those that are too long" if self.needed > limit else ""
+            fix = f"; max_seq_length {self.needed} would keep the {self.too_long} too long" if self.too_long else ""
             found.append(f"{self.dropped} {of} are left out ({self._reasons()}){fix}")
         if self.truncated:
             found.append(
                 f"{self.truncated} {of} are cut to max_seq_length {limit} (the longest has {max(self.lengths)})"
             )
-        texts = {
-            "doubled BOS": "began with a doubled BOS; one was removed",
-            "identical": "have identical chosen and rejected responses and teach no preference",
-            "prompts differ": "have different prompts for chosen and rejected; their prefix can't be shared",
-            "no end-of-turn": "end assistant turns without an end-of-turn token, so the model may not learn to stop",
-        }
-        found += [f"{self.remarks[key]} {of} {text}" for key, text in texts.items() if self.remarks[key]]
+        found += [f"{self.remarks[key]} {of} {text}" for key, text in REMARKS.items() if self.remarks[key]]
         return found

@@ -3,24 +3,26 @@
 A row longer than `max_seq_length` follows `on_long`:
 
 - `drop`: it is left out and counted;
-- `truncate_prompt`: the prompt is cut from the left (a leading BOS stays) and the last response is kept whole; in a conversation the prompt
-  is everything before its last supervised turn, system message included. A row whose response alone doesn't fit is dropped;
+- `truncate_prompt`: the prompt is cut from the left (a leading BOS stays) and the last response is kept whole; in a
+  conversation the prompt is everything before its last supervised turn, system message included. A row whose response
+  alone doesn't fit is dropped. A plain document, which has no prompt, loses its end;
 - `truncate`: it is cut from the right, and dropped if no supervised token is left;
 - `error`: the run doesn't start.
 
-Of a preference row the prompt is always cut from the left, alike for both responses (but under `error`); a response that
-leaves no room for a prompt token follows `on_long`.
+Of a preference row the prompt is always cut from the left, alike for both responses (but under `error`), so that they
+can still share it; a response that leaves no room for a prompt token follows `on_long`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from segtrain.data.chat import ChatTemplate, Rendered
+from segtrain.data.chat import ChatTemplate
 from segtrain.data.formats import Chat, Completion, Example, Message, Preference, Text
 from segtrain.data.rows import Origin, PreferenceRow, Row, SupervisedRow
 from segtrain.data.spans import Tokens, encode_spans
 from segtrain.data.tokenizer import Codec
+from segtrain.data.turns import MaskError
 from segtrain.errors import UserError
 
 OnLong: TypeAlias = Literal["drop", "truncate_prompt", "truncate", "error"]
@@ -34,7 +36,15 @@ EMPTY_RESPONSE = "empty response"
 NO_ASSISTANT = "no assistant turn"
 ONE_TOKEN = "a single token, nothing to predict"
 EMPTY_PROMPT = "empty prompt"
+UNSUPERVISED = "no supervised turn"
 BLANK = "blank line"
+
+# What is noticed about rows that are kept.
+DOUBLED_BOS = "doubled BOS"
+IDENTICAL = "identical"
+PROMPTS_DIFFER = "prompts differ"
+OPEN_TURN = "no end-of-turn token"
+CONTROLS = "control tokens in the text"
 
 
 @dataclass(frozen=True)
@@ -73,15 +83,23 @@ class Encoder:
         self.remarks = set()
         if isinstance(example, Preference):
             return self._preference(example, origin)
-        if self._says_nothing(example):
-            return Dropped(EMPTY_TEXT if isinstance(example, Text) else EMPTY_RESPONSE, origin)
-        if isinstance(example, Chat) and not any(m["role"] == "assistant" for m in example.messages):
-            return Dropped(NO_ASSISTANT, origin)
+        nothing = _says_nothing(example)
+        if nothing is not None:
+            return Dropped(nothing, origin)
         tokens = self._single_bos(self._tokens(example, origin))
         if len(tokens) < 2:
             return Dropped(ONE_TOKEN, origin, len(tokens))
-        tokens.supervised[0] = False
-        return self._within_limit(tokens, origin)
+        tokens.supervised[0] = False  # nothing comes before it to predict it from
+        if not any(tokens.supervised):
+            return Dropped(UNSUPERVISED, origin, len(tokens))
+        if len(tokens) <= self.max_length:
+            return self._encoded(tokens, len(tokens), origin)
+        cut = self._cut(tokens, isinstance(example, Text), origin)
+        return cut if isinstance(cut, Dropped) else self._encoded(cut, len(tokens), origin)
+
+    def _encoded(self, tokens: Tokens, length: int, origin: Origin) -> Encoded:
+        row = SupervisedRow(tokens.ids, tokens.supervised, origin)
+        return Encoded(row, length, length > self.max_length, frozenset(self.remarks))
 
     def _tokens(self, example: Example, origin: Origin) -> Tokens:
         match example:
@@ -94,17 +112,6 @@ class Encoder:
             case Chat(messages, tools):
                 return self._conversation(messages, tools, origin)
         raise AssertionError(example)
-
-    def _says_nothing(self, example: Example) -> bool:
-        match example:
-            case Text(text):
-                return not text.strip()
-            case Completion(completion=completion):
-                return not completion.strip()
-            case Chat(messages):
-                assistant = [message for message in messages if message["role"] == "assistant"]
-                return bool(assistant) and not any(_says(message) for message in assistant)
-        return False
 
     def _document(self, parts: Sequence[tuple[str, bool]]) -> Tokens:
         """Plain text: BOS once (where the tokenizer has one), the parts, EOS once."""
@@ -124,15 +131,25 @@ class Encoder:
         )
 
     def _conversation(self, messages: list[Message], tools: list[Any] | None, origin: Origin) -> Tokens:
-        wanted = self._wanted(messages)
-        if self.supervise == "all":
-            rendered = self.template.turns(messages, tools, [], origin)
-            rendered = Rendered(rendered.text, [(0, len(rendered.text))])
-        else:
-            rendered = self.template.turns(messages, tools, wanted, origin)
-        if not self.template.stops:
-            self.remarks.add("no end-of-turn")
-        return encode_spans(self.codec, rendered.text, rendered.spans)
+        self._notice_controls(messages)
+        if self.supervise != "all":
+            return self._supervised(messages, tools, self._wanted(messages), origin)
+        ids = self.codec.ids(self.template.whole(messages, tools, origin))
+        return Tokens(ids, [True] * len(ids), [])
+
+    def _supervised(self, messages: list[Message], tools: list[Any] | None, turns: list[int], origin: Origin) -> Tokens:
+        """A conversation of which `turns` are supervised."""
+        rendered = self.template.turns(messages, tools, turns, origin)
+        if not rendered.closed:
+            self.remarks.add(OPEN_TURN)
+        try:
+            return encode_spans(self.codec, rendered.text, rendered.spans)
+        except MaskError as error:
+            raise UserError(f"{origin}: {error}; no mask can be made, use supervise: all") from None
+
+    def _notice_controls(self, messages: list[Message]) -> None:
+        if any(self.codec.find_special(str(message["content"])) for message in messages):
+            self.remarks.add(CONTROLS)
 
     def _wanted(self, messages: list[Message]) -> list[int]:
         """The assistant turns to learn: those that say something and aren't given weight 0 (as OpenAI's format can)."""
@@ -150,51 +167,38 @@ class Encoder:
             extra += 1
         if not extra:
             return tokens
-        self.remarks.add("doubled BOS")
+        self.remarks.add(DOUBLED_BOS)
         starts = [max(0, start - extra) for start in tokens.starts]
         return Tokens(tokens.ids[extra:], tokens.supervised[extra:], starts)
 
-    def _within_limit(self, tokens: Tokens, origin: Origin) -> Encoded | Dropped:
+    def _cut(self, tokens: Tokens, document: bool, origin: Origin) -> Tokens | Dropped:
+        """An over-long row under `on_long`; a document has no prompt and loses its end. Raises UserError under `error`."""
         length, limit = len(tokens), self.max_length
-        if length > limit:
-            cut = self._cut(tokens, origin)
-            if isinstance(cut, Dropped):
-                return cut
-            tokens = cut
-        if not any(tokens.supervised):
-            needed = next((i + 1 for i, on in enumerate(tokens.supervised) if on), 0)
-            return Dropped(EMPTY_RESPONSE, origin, length, needed)
-        row = SupervisedRow(tokens.ids, tokens.supervised, origin)
-        return Encoded(row, length, length > limit, frozenset(self.remarks))
-
-    def _cut(self, tokens: Tokens, origin: Origin) -> Tokens | Dropped:
-        """An over-long row under `on_long`. Raises UserError under `error`."""
-        length, limit = len(tokens), self.max_length
-        match self.on_long:
-            case "error":
-                raise _too_long(origin, length, limit)
-            case "drop":
-                return Dropped(TOO_LONG, origin, length, length)
-            case "truncate":
-                if not any(tokens.supervised[:limit]):
-                    first = tokens.supervised.index(True) if any(tokens.supervised) else length - 1
-                    return Dropped(NO_TARGETS_LEFT, origin, length, first + 1)
-                return Tokens(tokens.ids[:limit], tokens.supervised[:limit], tokens.starts)
-        return self._cut_prompt(tokens, origin)
+        if self.on_long == "error":
+            raise _too_long(origin, length, limit)
+        if self.on_long == "drop":
+            return Dropped(TOO_LONG, origin, length, length)
+        if self.on_long == "truncate_prompt" and not document:
+            return self._cut_prompt(tokens, origin)
+        if not any(tokens.supervised[:limit]):
+            return Dropped(NO_TARGETS_LEFT, origin, length, tokens.supervised.index(True) + 1)
+        return Tokens(tokens.ids[:limit], tokens.supervised[:limit], tokens.starts)
 
     def _cut_prompt(self, tokens: Tokens, origin: Origin) -> Tokens | Dropped:
-        """The last `max_length` tokens up to the end of the last response, with BOS kept in front."""
-        if not any(tokens.supervised):
-            return Dropped(EMPTY_RESPONSE, origin, len(tokens))
+        """The last `max_length` tokens up to the end of the last response, with BOS kept in front.
+
+        Where everything is supervised there is no last response to keep whole, and the row just loses its beginning.
+        """
         end = len(tokens) - tokens.supervised[::-1].index(True)
-        response = end - tokens.starts[-1] if tokens.starts else end
-        bos = tokens.ids[: self._leading_bos(tokens.ids)]
-        if response + max(1, len(bos)) > self.max_length:
-            return Dropped(RESPONSE_TOO_LONG, origin, len(tokens), response + max(1, len(bos)))
-        first = max(len(bos), end - (self.max_length - len(bos)))
-        ids, supervised = [*bos, *tokens.ids[first:end]], [*(False for _ in bos), *tokens.supervised[first:end]]
+        response = end - tokens.starts[-1] if tokens.starts else 1
+        bos = self._leading_bos(tokens.ids)
+        needed = response + max(1, bos)
+        if needed > self.max_length:
+            return Dropped(RESPONSE_TOO_LONG, origin, len(tokens), needed)
+        first = max(bos, end - (self.max_length - bos))
+        supervised = [*tokens.supervised[:bos], *tokens.supervised[first:end]]
         supervised[0] = False
-        return Tokens(ids, supervised, [])
+        return Tokens([*tokens.ids[:bos], *tokens.ids[first:end]], supervised, [])
 
     def _leading_bos(self, ids: Sequence[int]) -> int:
         return 1 if self.codec.bos is not None and ids[:1] == [self.codec.bos] else 0
@@ -202,17 +206,16 @@ class Encoder:
     # Preference rows.
 
     def _preference(self, example: Preference, origin: Origin) -> Encoded | Dropped:
-        texts = [_last_text(example.chosen), _last_text(example.rejected)]
-        if not all(text.strip() or _calls(side) for text, side in zip(texts, _sides(example), strict=True)):
+        if not _answers(example.chosen) or not _answers(example.rejected):
             return Dropped(EMPTY_RESPONSE, origin)
         prompt, chosen = self._branch(example.prompt, example.chosen, example.tools, origin)
         other, rejected = self._branch(example.prompt, example.rejected, example.tools, origin)
         if not prompt or not other:
             return Dropped(EMPTY_PROMPT, origin)
         if chosen == rejected and prompt == other:
-            self.remarks.add("identical")
+            self.remarks.add(IDENTICAL)
         if prompt != other:
-            self.remarks.add("prompts differ")
+            self.remarks.add(PROMPTS_DIFFER)
         return self._fit_pair(prompt, other, chosen, rejected, origin)
 
     def _branch(
@@ -222,17 +225,13 @@ class Encoder:
         if isinstance(answer, str) and not self.template.exists:
             tokens = self._document([(prompt or "", False), (answer, True)])
         else:
-            tokens = self._last_turn(_asked(prompt, answer) if isinstance(answer, str) else answer, tools, origin)
+            messages = _asked(prompt, answer) if isinstance(answer, str) else answer
+            self._notice_controls(messages)
+            tokens = self._supervised(messages, tools, [len(messages) - 1], origin)
         tokens = self._single_bos(tokens)
         start = tokens.starts[-1]
         end = len(tokens) - tokens.supervised[::-1].index(True)
         return tokens.ids[:start], tokens.ids[start:end]
-
-    def _last_turn(self, messages: list[Message], tools: list[Any] | None, origin: Origin) -> Tokens:
-        rendered = self.template.turns(messages, tools, [len(messages) - 1], origin)
-        if not self.template.stops:
-            self.remarks.add("no end-of-turn")
-        return encode_spans(self.codec, rendered.text, rendered.spans)
 
     def _fit_pair(
         self, prompt: list[int], other: list[int], chosen: list[int], rejected: list[int], origin: Origin
@@ -271,16 +270,23 @@ def _says(message: Message) -> bool:
     return bool(str(message["content"]).strip() or message.get("tool_calls") or message.get("reasoning_content"))
 
 
-def _sides(example: Preference) -> tuple[str | list[Message], str | list[Message]]:
-    return example.chosen, example.rejected
+def _says_nothing(example: Example) -> str | None:
+    """The reason to leave a row out before it is tokenised."""
+    match example:
+        case Text(text):
+            return None if text.strip() else EMPTY_TEXT
+        case Completion(completion=completion):
+            return None if completion.strip() else EMPTY_RESPONSE
+        case Chat(messages):
+            assistant = [message for message in messages if message["role"] == "assistant"]
+            if not assistant:
+                return NO_ASSISTANT
+            return None if any(map(_says, assistant)) else EMPTY_RESPONSE
+    return None
 
 
-def _last_text(answer: str | list[Message]) -> str:
-    return answer if isinstance(answer, str) else str(answer[-1]["content"])
-
-
-def _calls(answer: str | list[Message]) -> bool:
-    return not isinstance(answer, str) and bool(answer[-1].get("tool_calls"))
+def _answers(answer: str | list[Message]) -> bool:
+    return bool(answer.strip()) if isinstance(answer, str) else _says(answer[-1])
 
 
 def _too_long(origin: Origin, length: int, limit: int) -> UserError:

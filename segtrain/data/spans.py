@@ -7,8 +7,12 @@ and each prompt's tokens must be its prefix; a token that straddles a seam then 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from segtrain.data.tokenizer import Codec
+from segtrain.data.turns import MaskError
+
+SLACK = 4  # tokens by which a prompt's end may be tokenised otherwise within the whole text
 
 
 @dataclass
@@ -27,7 +31,7 @@ def encode_spans(codec: Codec, text: str, spans: Sequence[tuple[int, int]]) -> T
     """Tokens of `text` with those of the character ranges `spans` (in order) supervised."""
     cuts = [0, *(edge for span in spans for edge in span), len(text)]
     if codec.pieces_join:
-        return _by_pieces(codec, [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+        return _by_pieces(codec, [text[a:b] for a, b in pairwise(cuts)])
     return _by_prefix(codec, text, cuts)
 
 
@@ -45,15 +49,20 @@ def _by_pieces(codec: Codec, pieces: list[str]) -> Tokens:
 
 def _by_prefix(codec: Codec, text: str, cuts: list[int]) -> Tokens:
     ids = codec.ids(text)
-    at = [0, *(_common(ids, codec.ids(text[:cut])) for cut in cuts[1:-1]), len(ids)]
+    at = [0, *(_shared(ids, codec.ids(text[:cut])) for cut in cuts[1:-1]), len(ids)]
     supervised = [False] * len(ids)
     for start, end in zip(at[1::2], at[2::2], strict=False):
         supervised[start:end] = [True] * (end - start)
-    return Tokens(ids, supervised, at[1::2][: len(cuts) // 2 - 1])
+    return Tokens(ids, supervised, at[1:-1:2])
 
 
-def _common(a: list[int], b: list[int]) -> int:
-    """How many leading ids agree."""
-    if a[: len(b)] == b:
-        return len(b)
-    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+def _shared(whole: list[int], start: list[int]) -> int:
+    """How many of the ids of a text's beginning begin the whole text's. Raises MaskError where that is far from all."""
+    if whole[: len(start)] == start:
+        return len(start)
+    count = next((i for i, (x, y) in enumerate(zip(whole, start, strict=False)) if x != y), min(len(whole), len(start)))
+    if count < len(start) - SLACK:
+        raise MaskError(
+            f"the tokenizer splits a prompt otherwise when its response follows (from token {count} of {len(start)} on)"
+        )
+    return count

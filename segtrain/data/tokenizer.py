@@ -47,6 +47,7 @@ class Codec:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        _silence_length_warning(tokenizer)
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
@@ -77,11 +78,6 @@ class Codec:
         return all(self.text(self.ids(a) + self.ids(b)) == a + b for a, b in samples)
 
     @cached_property
-    def specials(self) -> re.Pattern[str] | None:
-        """Matches one special token's text, the longest first."""
-        return _any_of(self.special_texts)
-
-    @cached_property
     def special_texts(self) -> frozenset[str]:
         added = getattr(self.tokenizer, "added_tokens_decoder", None) or {}
         texts = {str(getattr(token, "content", token)) for token in added.values() if getattr(token, "special", False)}
@@ -94,6 +90,42 @@ class Codec:
         stops = {*self.ends, *(known if isinstance(known, set | frozenset | list | tuple) else ())}
         return frozenset(self.text([stop]) for stop in stops)
 
+    def leading_special(self, text: str) -> int:
+        """The length of the special token at the start of `text`, white space before it included; 0: there is none."""
+        space = len(text) - len(text.lstrip())
+        found = self._any_special.match(text, space)
+        return found.end() if found else 0
 
-def _any_of(texts: frozenset[str]) -> re.Pattern[str] | None:
-    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))) if texts else None
+    def ends_special(self, text: str) -> bool:
+        return text.endswith(self._special_tuple)
+
+    def trailing_specials(self, text: str) -> list[tuple[int, int]]:
+        """[start, end) of the special tokens after which nothing but white space and special tokens follows."""
+        found: list[tuple[int, int]] = []
+        end = len(text.rstrip())
+        while text.endswith(self._special_tuple, 0, end):
+            length = max(len(special) for special in self._special_tuple if text.endswith(special, 0, end))
+            found.append((end - length, end))
+            end = len(text[: end - length].rstrip())
+        return found[::-1]
+
+    @cached_property
+    def _special_tuple(self) -> tuple[str, ...]:
+        return tuple(self.special_texts)
+
+    @cached_property
+    def _any_special(self) -> re.Pattern[str]:
+        longest_first = sorted(self.special_texts, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def find_special(self, text: str) -> str | None:
+        """A special token that `text` spells out, if any."""
+        found = self._any_special.search(text)
+        return found[0] if found else None
+
+
+def _silence_length_warning(tokenizer: Tokenizer) -> None:
+    """transformers warns of texts longer than a limit of its own; here lengths are counted and shown."""
+    warned = getattr(tokenizer, "deprecation_warnings", None)
+    if isinstance(warned, dict):
+        warned["sequence-length-is-longer-than-the-specified-maximum"] = True
