@@ -1,10 +1,14 @@
 """A small random configuration for every model file of mlx-lm, keeping what is peculiar to the family.
 
-`CONFIGS` maps a name to its `config.json`. A name is a model file, or `file/variant`. Keys that a model file's `ModelArgs` does not know are
-ignored by mlx-lm, so `COMMON` holds what most share; windows and chunks are smaller than the tests' rows.
+`CONFIGS` maps a name to its `config.json`. A name is a model file, or `file/variant`. Keys that a model file's `ModelArgs`
+does not know are ignored by mlx-lm, so `COMMON` holds what most share; windows and chunks are smaller than the tests' rows.
 """
 
+import importlib
 from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
 
 VOCAB = 97
 WINDOW = 5
@@ -115,7 +119,12 @@ GEMMA4 = {
     "use_double_wide_mlp": True,
     "tie_word_embeddings": True,
 }
-GEMMA4_DENSE = {**GEMMA4, "num_hidden_layers": 4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0} | WINDOWED
+GEMMA4_DENSE = {
+    **GEMMA4,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+} | WINDOWED
 MISTRAL3 = {
     "model_type": "ministral3",
     "rope_parameters": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8, "rope_theta": 10000.0},
@@ -133,6 +142,7 @@ LLAMA4 = {
     "num_experts_per_tok": 1,
     "use_qk_norm": True,
     "no_rope_layers": [1, 1, 1, 0],
+    "rope_scaling": None,
 }
 LONGCAT = {
     **MOE,
@@ -212,14 +222,6 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
 
 _OWN: dict[str, dict[str, Any]] = {
     "Klear": MOE,
-    "afm7": {
-        "hidden_dim": 32,
-        "num_layers": 4,
-        "num_kv_reuse_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "hidden_dim_scale_factor": 2.0,
-    },
     "afmoe": {
         **MOE,
         **WINDOWED,
@@ -237,7 +239,6 @@ _OWN: dict[str, dict[str, Any]] = {
     "bailing_moe": {**MOE, **BAILING},
     "bailing_moe_linear": {**MOE, **BAILING, "num_key_value_heads": 4, "use_rmsnorm": True},
     "bailing_moe_v3": {**MOE, **MLA, **BAILING, "moe_shared_expert_intermediate_size": 32, "short_conv_kernel_size": 3},
-    "bitnet": {},
     "cohere": {"logit_scale": 0.25, "use_qk_norm": True},
     "cohere2": {"logit_scale": 0.25, "sliding_window_pattern": 2},
     "dbrx": {
@@ -251,22 +252,6 @@ _OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**DEEPSEEK, "topk_method": "group_limited_greedy"},
     "deepseek_v3": DEEPSEEK,
     "deepseek_v32": {**DEEPSEEK, **INDEXER},
-    "deepseek_v41": {
-        **MOE,
-        **MLA,
-        "head_dim": 16,
-        "num_attention_heads": 4,
-        "o_groups": 2,
-        "o_lora_rank": 8,
-        "scoring_func": "sqrtsoftplus",
-        "index_n_heads": 2,
-        "index_head_dim": 8,
-        "index_topk": 4,
-        "hc_mult": 2,
-        "hc_sinkhorn_iters": 3,
-        "compress_ratios": (0, 0, 0, 0),
-        "rms_norm_eps": 1e-6,
-    },
     "dots1": {**MOE, "n_group": 1, "scoring_func": "noaux_tc"},
     "ernie4_5": {"use_bias": False, "tie_word_embeddings": True},
     "ernie4_5_moe": {
@@ -314,7 +299,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma4_text/moe": {**GEMMA4_DENSE, **MOE, "enable_moe_block": True, "top_k_experts": 2},
     "glm": {"tie_word_embeddings": True},
     "glm4": {"partial_rotary_factor": 0.5, "rope_traditional": True},
-    "glm4_moe": {**MOE, "partial_rotary_factor": 0.5, "use_qk_norm": True},
+    "glm4_moe": {**MOE, "partial_rotary_factor": 0.5, "use_qk_norm": True, "rope_scaling": None},
     "glm4_moe_lite": {**MOE, **MLA, "n_group": 1},
     "glm_moe_dsa": {**MOE, **MLA, **INDEXER, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
     "gpt2": {"n_ctx": 128, "n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 128, "num_key_value_heads": 4},
@@ -385,7 +370,6 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "internlm2": {"bias": True},
     "internlm3": {"bias": False, "qkv_bias": True},
-    "iquestloopcoder": {"loop_num": 2, "loop_window_size": 5},
     "jamba": {
         **MOE,
         **MAMBA2,
@@ -430,7 +414,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2": LFM2,
     "lfm2-vl": {"text_config": {**COMMON, **LFM2, "layer_types": ["conv", FULL, "conv", FULL]}},
     "lfm2_moe": {**MOE, **LFM2, "num_dense_layers": 1, "use_expert_bias": True},
-    "lille-130m": {"block_size": 128, "n_embd": 32, "n_head": 4, "n_kv_heads": 2, "n_layer": 4},
+    "lille-130m": {"block_size": 128, "n_embd": 64, "n_head": 4, "n_kv_heads": 2, "n_layer": 4},
     "llama": {},
     "llama/mistral": WINDOWED,
     "llama/llama3": {
@@ -489,7 +473,13 @@ _OWN: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
     },
     "minicpm": {"dim_model_base": 16, "scale_depth": 1.4, "scale_emb": 2.0},
-    "minicpm3": {**MLA, "dim_model_base": 16, "scale_depth": 1.4, "scale_emb": 2.0, "rope_scaling": LONGROPE},
+    "minicpm3": {
+        **MLA,
+        "dim_model_base": 16,
+        "scale_depth": 1.4,
+        "scale_emb": 2.0,
+        "rope_scaling": {**LONGROPE, "long_factor": [2.0] * 2, "short_factor": [1.0] * 2},
+    },
     "minimax": {**MOE, "rotary_dim": 4, "shared_intermediate_size": 32, "use_qk_norm": True},
     "minimax_m3_vl": {
         "text_config": {
@@ -507,25 +497,14 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "ministral3": MISTRAL3,
     "mistral3": _text(MISTRAL3),
-    "mistral4": {**MOE, **MLA, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", **MISTRAL3["rope_parameters"]}},
+    "mistral4": {
+        **MOE,
+        **MLA,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", **MISTRAL3["rope_parameters"]},
+    },
     "mixtral": MOE,
     "muse_glimmer": {},
-    "muse_spark": {
-        "text_config": {
-            **COMMON,
-            **MOE,
-            **WINDOWED,
-            "num_shared_experts": 0,
-            "post_norm_eps": 1e-6,
-            "rope_parameters": {"rope_theta": 10000.0},
-            "layer_rope_theta": [10000.0, 0, 10000.0, 0],
-            "final_logit_softcapping": 10.0,
-            "output_multiplier": 0.5,
-            "moe_hidden_size": 32,
-        }
-    },
     "nanbeige": {},
-    "nanbeige/loops": {"num_loops": 2},
     "nanochat": {"num_key_value_heads": 4},
     "nemotron": {"hidden_act": "relu2", "partial_rotary_factor": 0.5},
     "nemotron-nas": {"block_configs": [NAS_BLOCK] * 4, "hidden_act": "silu", "num_key_value_heads": None},
@@ -555,10 +534,9 @@ _OWN: dict[str, dict[str, Any]] = {
         "use_bias": False,
         "use_conv_bias": True,
     },
-    "olmo": {"d_model": 32, "n_layers": 4, "mlp_hidden_size": 64, "n_heads": 4, "embedding_size": VOCAB},
     "olmo2": {"tie_word_embeddings": True},
     "olmo3": WINDOWED,
-    "olmo_hybrid": {**DELTA, "num_key_value_heads": 2, "layer_types": ["linear_attention", FULL] * 2},
+    "olmo_hybrid": {**DELTA, "linear_allow_neg_eigval": True, "layer_types": ["linear_attention", FULL] * 2},
     "olmoe": {**MOE},
     "openelm": {
         "ffn_dim_divisor": 32,
@@ -575,20 +553,6 @@ _OWN: dict[str, dict[str, Any]] = {
     "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 4},
     "phi3": {"original_max_position_embeddings": 512},
     "phi3/longrope": {"rope_scaling": LONGROPE, "original_max_position_embeddings": 128, "partial_rotary_factor": 1.0},
-    "phi3small": {
-        "blocksparse_block_size": 4,
-        "blocksparse_num_local_blocks": 2,
-        "blocksparse_vert_stride": 2,
-        "dense_attention_every_n_layers": 2,
-        "ff_intermediate_size": 64,
-        "gegelu_limit": 20.0,
-        "mup_attn_multiplier": 1.0,
-        "mup_embedding_multiplier": 2.0,
-        "mup_use_scaling": True,
-        "mup_width_multiplier": 2.0,
-        "rope_embedding_base": 10000,
-        "rope_position_scale": 1.0,
-    },
     "phimoe": {**MOE, "original_max_position_embeddings": 128, "rope_scaling": LONGROPE},
     "phixtral": {"num_vocab": VOCAB, "model_dim": 32, "num_heads": 4, "num_layers": 4, "rotary_dim": 4, **MOE},
     "pixtral": {"text_config": {**COMMON, "model_type": "llama"}},
@@ -606,25 +570,28 @@ _OWN: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "plamo3": {"sliding_window_pattern": 2, "rope_local_theta": 1000, "tie_word_embeddings": True},
-    "prism_hadamard_qwen35": {"schema_version": 1, "tensor_namespace": "mlx-lm-text"},
     "qwen": {"kv_channels": 8, "intermediate_size": 128, "no_bias": True, "num_key_value_heads": 4},
     "qwen2": {"tie_word_embeddings": True},
     "qwen2_moe": {**MOE},
     "qwen2_vl": _text({"model_type": "qwen2", "tie_word_embeddings": True}),
     "qwen3": {"tie_word_embeddings": True},
-    "qwen3_5": _text({**DELTA, "model_type": "qwen3_5", "rope_parameters": {"type": "default", "mrope_section": [1, 1, 0], "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "qwen3_5": _text(
+        {
+            **DELTA,
+            "model_type": "qwen3_5",
+            "rope_parameters": {
+                "type": "default",
+                "mrope_section": [1, 1, 0],
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        }
+    ),
     "qwen3_5_moe": _text({**MOE, **DELTA, "model_type": "qwen3_5_moe", "rope_parameters": None}),
     "qwen3_moe": MOE,
     "qwen3_next": {**MOE, **DELTA},
     "qwen3_vl": _text({"model_type": "qwen3"}),
     "qwen3_vl_moe": _text({**MOE, "model_type": "qwen3_moe"}),
-    "recurrent_gemma": {
-        "attention_window_size": WINDOW,
-        "block_types": ["recurrent", "recurrent", "attention"],
-        "conv1d_width": 3,
-        "embeddings_scale_by_sqrt_dim": True,
-        "logits_soft_cap": 10.0,
-    },
     "rwkv7": {
         "a_low_rank_dim": 4,
         "decay_low_rank_dim": 4,
@@ -632,11 +599,26 @@ _OWN: dict[str, dict[str, Any]] = {
         "v_low_rank_dim": 4,
     },
     "seed_oss": {"attention_out_bias": False, "tie_word_embeddings": True},
-    "smollm3": {"no_rope_layer_interval": 2, "no_rope_layers": [1, 0, 1, 0], "tie_word_embeddings": True, "layer_types": None},
+    "smollm3": {
+        "no_rope_layer_interval": 2,
+        "no_rope_layers": [1, 0, 1, 0],
+        "tie_word_embeddings": True,
+        "layer_types": None,
+    },
     "solar_open": {**MOE, "partial_rotary_factor": 1.0},
     "spark2_5": {"rope_parameters": ROPES, **WINDOWED, "tie_word_embeddings": True},
-    "stablelm": {"partial_rotary_factor": 0.5, "use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": False},
-    "stablelm/parallel": {"partial_rotary_factor": 0.5, "use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": True},
+    "stablelm": {
+        "partial_rotary_factor": 0.5,
+        "use_qkv_bias": True,
+        "qk_layernorm": True,
+        "use_parallel_residual": False,
+    },
+    "stablelm/parallel": {
+        "partial_rotary_factor": 0.5,
+        "use_qkv_bias": False,
+        "qk_layernorm": False,
+        "use_parallel_residual": True,
+    },
     "starcoder2": {"tie_word_embeddings": True},
     "step3p5": {
         **WINDOWED,
@@ -661,3 +643,29 @@ _OWN: dict[str, dict[str, Any]] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     name: {**COMMON, **own, "model_type": name.split("/")[0]} for name, own in _OWN.items()
 }
+
+
+ADD_ONE = ("gemma", "gemma2", "gemma3_text")
+"""Files whose norms multiply by one more than their weight, which starts at one."""
+
+
+def build(name: str, *, seed: int = 1) -> nn.Module:
+    """A random float32 model for `CONFIGS[name]`, with no weight left at the zero or one it starts from."""
+    module = importlib.import_module(f"mlx_lm.models.{name.split('/')[0]}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(CONFIGS[name]))
+    for path, part in model.named_modules():
+        _vary(part)
+        if path.endswith(("q_norm", "k_norm")) and "weight" in part:
+            part.weight = 0.5 * part.weight  # scores as soft as trained ones; sharp ones amplify rounding
+    mx.eval(model.parameters())
+    return model
+
+
+def _vary(part: nn.Module) -> None:
+    for key, value in part.items():
+        if isinstance(value, mx.array) and not key.startswith("_") and mx.issubdtype(value.dtype, mx.floating):
+            if mx.all(value == value.reshape(-1)[0]).item():
+                start = 0 if type(part).__module__.endswith(ADD_ONE) else value
+                part[key] = start + 0.1 * mx.random.normal(value.shape)
+            part[key] = part[key].astype(mx.float32)

@@ -1,8 +1,8 @@
 """Layers that compute the same function of their arrays.
 
-Most layers of a model differ in nothing but the arrays they hold, so one traced (compiled) graph serves them all when the arrays are its
-inputs. Two layers are alike when their modules have the same classes, names, plain attributes and array shapes; anything
-unknown in a module makes it unlike every other.
+Most layers of a model differ in nothing but the arrays they hold, so one traced (compiled) graph serves them all when
+the arrays are its inputs. Two layers are alike when their modules have the same classes, names, plain attributes and
+array shapes; anything unknown in a module makes it unlike every other.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,7 @@
 """Interception: while it is active, calls of a model's layers go to a handler instead.
 
-The classes' `__call__` is replaced, not the instances' (Python looks it up there), and the handler is asked only for the given layers.
+The classes' `__call__` is replaced, not the instances' (Python looks it up there), and the handler is asked only for
+the given layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +30,11 @@ def intercept(layers: Sequence[nn.Module], handler: Handler) -> Iterator[None]:
 
     try:
         for kind, original in originals.items():
-            kind.__call__ = replacement(original)
+            setattr(kind, "__call__", replacement(original))  # noqa: B010, mypy refuses the plain form
         yield
     finally:
         for kind, original in originals.items():
-            kind.__call__ = original
+            setattr(kind, "__call__", original)  # noqa: B010
 
 
 def map_tree(leaf: Callable[[Any], Any], tree: Any) -> Any:

@@ -1,8 +1,9 @@
 """Quantised weights of the running layers expanded once, for dense matrix products.
 
-A quantised product unpacks its weights anew in every call; on a GPU with fast dense products it is several times slower at training's row
-counts. So for as long as a segment runs, each of its quantised linear layers works on one dense copy, shared by the
-forward pass and its vjp. The copy is in the activations' dtype and is dropped with the segment.
+A quantised product unpacks its weights anew in every call; on a GPU with fast dense products it is several times
+slower at training's row counts. So for as long as a segment runs, each of its quantised linear layers works on one
+dense copy, shared by the forward pass and its vjp. The copy is in the activations' dtype and is dropped with the
+segment.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """A model and its tokenizer from a directory or the hub, by mlx-lm.
 
-What can't work is refused with one clear sentence, before any weight is read where possible. Weights are read from safetensors only
-and no code that comes with a model runs, unless `trust_remote_code` says so.
+What can't work is refused with one clear sentence, before any weight is read where possible. Weights are read from
+safetensors only and no code that comes with a model runs, unless `trust_remote_code` says so.
 """
 
 import json
@@ -134,9 +134,7 @@ def _model(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str, An
 
 def _tokenizer(path: Path, config: dict[str, Any], trust_remote_code: bool) -> Any:
     try:
-        return load_tokenizer(
-            path, {"trust_remote_code": trust_remote_code}, eos_token_ids=config.get("eos_token_id", None)
-        )
+        return load_tokenizer(path, {"trust_remote_code": trust_remote_code}, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:  # transformers raises whatever the tokenizer's class does
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"model: the tokenizer in {path} can't be loaded: {reason}") from error
@@ -145,8 +143,8 @@ def _tokenizer(path: Path, config: dict[str, Any], trust_remote_code: bool) -> A
 def _check_vocabulary(loaded: Loaded) -> None:
     """Raise UserError if text can yield a token that the embedding has no row for.
 
-    A few added tokens beyond the embedding are common (Gemma 3's text models have one for images) and harmless as long as
-    neither the end of a text nor the chat template uses them.
+    A few added tokens beyond the embedding are common (Gemma 3's text models have one for images) and harmless as
+    long as neither the end of a text nor the chat template uses them.
     """
     rows, tokenizer = loaded.vocabulary, loaded.tokenizer
     if not rows:

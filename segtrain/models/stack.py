@@ -1,15 +1,17 @@
 """A model's layers as a stack that runs any range of them, learnt by watching the model run itself.
 
-No family's `embed -> layers -> norm -> head` is written again here. `begin` calls the model with its layers intercepted (only
-embeddings and constants are computed) and records what each layer is called with. Three kinds of argument come out:
+No family's `embed -> layers -> norm -> head` is written again here. `begin` calls the model with its layers
+intercepted (only embeddings and constants are computed) and records what each layer is called with. Three kinds of
+argument come out:
 
 - the hidden states: the first array argument, which must be the previous layer's output;
-- other arrays that an earlier layer made, recognised by identity or through its cache: *carries*, such as a donor's keys and values;
+- other arrays that an earlier layer made, recognised by identity or through its cache: *carries*, such as a donor's
+  keys and values;
 - everything else: constants of the stream (masks, per-layer inputs), evaluated once.
 
-`run` replays the recorded calls of layers lo..hi-1 on given carries; it is what both the forward pass and `mx.vjp` use. `logits`
-calls the model with its layers as identities, which leaves the final norm, projection, scale and soft-cap. A model whose layers
-are called out of order, skipped, twice, or with glue between them is refused.
+`run` replays the recorded calls of layers lo..hi-1 on given carries; it is what both the forward pass and `mx.vjp`
+use. `logits` calls the model with its layers as identities, which leaves the final norm, projection, scale and
+soft-cap. A model whose layers are called out of order, skipped, twice, or with glue between them is refused.
 """
 
 import itertools
@@ -82,8 +84,9 @@ class Tape:
 class Pure:
     """A layer range as a function of its arrays alone: `run(carry, arrays)`.
 
-    Ranges with the same `key` compute the same function, that of layers lo..hi-1; `arrays` are this range's own frozen weights
-    and constants. With `key` None nothing is shared: `arrays` is empty, and `run` uses what the layers hold.
+    Ranges with the same `key` compute the same function, that of layers lo..hi-1; `arrays` are this range's own
+    frozen weights and constants. With `key` None nothing is shared: `arrays` is empty, and `run` uses what the layers
+    hold.
     """
 
     key: tuple | None
@@ -141,7 +144,12 @@ class LayerStack:
             return Pure(None, lo, hi, lambda carry, _: self.run(tape, carry, lo, hi), [])
         calls = tape.calls[lo:hi]
         constants = arrays([(call.args, call.kwargs) for call in calls])
-        key = (self._fingerprint(lo, hi), *(_static(call, self._crossing) for call in calls), self.mlp_rows, self.dequantize)
+        key = (
+            self._fingerprint(lo, hi),
+            *(_static(call, self._crossing) for call in calls),
+            self.mlp_rows,
+            self.dequantize,
+        )
         first, last, like = self._alike.setdefault(key, (lo, hi, _without_arrays(tape, lo, hi)))
         where = places(self.layers[first:last])
 
@@ -208,7 +216,7 @@ class LayerStack:
         with _assigned_back(signature.rewritten):
             result = self.layers[i](*map_tree(filled, call.args), **map_tree(filled, call.kwargs))
         known[HIDDEN], rest = _split(result)
-        made = dict(zip(signature.returns, rest, strict=True))
+        made: dict[str, mx.array | None] = dict(zip(signature.returns, rest, strict=True))
         for number, cache in call.caches.items():
             made |= dict(zip(_cache_names(number), (cache.keys, cache.values), strict=True))
             cache.keys = cache.values = None
@@ -238,24 +246,27 @@ class _Recorder:
             return _Carry(self._made[id(leaf)][0]) if id(leaf) in self._made else leaf
 
         call = _Call(map_tree(recorded, args), map_tree(recorded, kwargs), caches)
-        result = self.result(i, call, args, kwargs)
+        result = self.result(i, call, args, kwargs, hidden)
         self.calls.append(call)
         self._output, rest = _split(result)
         for name, array in zip(self.signatures[i].returns, rest, strict=True):
             self._made.setdefault(id(array), (name, array))
         return result
 
-    def result(self, i: int, call: _Call, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return _placeholder(self.signatures[i].result, _hidden(args, kwargs))
+    def result(self, i: int, call: _Call, args: tuple, kwargs: dict[str, Any], hidden: mx.array) -> Any:
+        return _placeholder(self.signatures[i].result, mx.stop_gradient(hidden))  # an object that is nowhere else
 
     def _expected_hidden(self, i: int, args: tuple, kwargs: dict[str, Any]) -> mx.array:
         if i != len(self.calls):
             raise UnsupportedModel(f"the model calls layer {i} where layer {len(self.calls)} was due")
-        hidden = _hidden(args, kwargs)
         if i == 0:
+            hidden = _hidden(args, kwargs)
             self.embedded = mx.stop_gradient(hidden)
-        elif hidden is not self._output:
+        elif not any(value is self._output for value in (*args, *kwargs.values())):
             raise UnsupportedModel(f"the model changes the hidden states between layers {i - 1} and {i}")
+        else:
+            assert self._output is not None
+            hidden = self._output
         return hidden
 
 
@@ -266,21 +277,32 @@ class _Learner(_Recorder):
         super().__init__([])
         self._layers = layers
         self._originals = [type(layer).__call__ for layer in layers]
+        self._indices: list[mx.array] = []  # integers that layers returned
 
-    def result(self, i: int, call: _Call, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def result(self, i: int, call: _Call, args: tuple, kwargs: dict[str, Any], hidden: mx.array) -> Any:
+        self._refuse_indices(i, args, kwargs)
         for cache in call.caches.values():
             cache.was_read = False
         before = _weights(self._layers[i])
         result = self._originals[i](self._layers[i], *args, **kwargs)
-        rewritten = tuple((m, k) for (m, k, v), now in zip(before, _weights(self._layers[i]), strict=True) if now[2] is not v)
+        rewritten = tuple(
+            (m, k) for (m, k, v), now in zip(before, _weights(self._layers[i]), strict=True) if now[2] is not v
+        )
         for module, key, value in before:
             module[key] = value
         carried = [leaf.name for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, _Carry)]
         shared = [name for n, cache in call.caches.items() if cache.was_read for name in _cache_names(n)]
         reads = tuple(dict.fromkeys(name for name in carried + shared if name != HIDDEN))
-        returns = tuple(f"{i}.{j}" for j in range(len(_split(result)[1])))
+        returns = tuple(self._made.get(id(a), (f"{i}.{j}", a))[0] for j, a in enumerate(_split(result)[1]))
+        self._indices += [a for a in arrays(result) if not mx.issubdtype(a.dtype, mx.floating)]
         self.signatures.append(_Signature(reads, returns, tuple(call.caches), _result_template(result), rewritten))
         return result
+
+    def _refuse_indices(self, i: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Integers are not carried. An offset of a cache is fine: it is zero, which is what stands in for it."""
+        used = [index for index in self._indices if any(leaf is index for leaf in arrays((args, kwargs)))]
+        if any(index.size > 1 or index.item() for index in used):
+            raise UnsupportedModel(f"layer {i} uses integers that an earlier layer computed")
 
 
 def _static(call: _Call, crossing: set[str]) -> tuple:

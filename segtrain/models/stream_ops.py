@@ -1,14 +1,15 @@
 """What a stream changes in a model's own forward pass, without touching its code.
 
-mlx-lm's models take positions from `cache.offset`, masks from `cache.make_mask`, and call two functions of `mx.fast` for rotary embedding and
-attention. So a stream comes in through three doors:
+mlx-lm's models take positions from `cache.offset`, masks from `cache.make_mask`, and call two functions of `mx.fast`
+for rotary embedding and attention. So a stream comes in through three doors:
 
-- a `StreamCache` in the place of each layer's key-value cache, whose mask is a `Causal` (the *string* "causal" with a window),
-  so that no `[T, T]` array is ever made, and which hands keys and values to layers that share them;
+- a `StreamCache` in the place of each layer's key-value cache, whose mask is a `Causal` (the *string* "causal" with a
+  window), so that no `[T, T]` array is ever made, and which hands keys and values to layers that share them;
 - `mx.fast.rope`, which gets the positions of the stream's branches;
 - `mx.fast.scaled_dot_product_attention`, which becomes `segtrain.attention.attend` wherever the mask is causal.
 
-Both functions are replaced only inside `stream_ops` and put back whatever happens.
+What a model file does past these doors is in `exceptions`. All of it is replaced only inside `stream_ops` and put
+back whatever happens.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import mlx.core as mx
 
 from segtrain.attention import attend
 from segtrain.layouts import Stream
+from segtrain.models import exceptions
 
 _rope = mx.fast.rope
 _sdpa = mx.fast.scaled_dot_product_attention
@@ -99,22 +101,16 @@ def stream_ops(stream: Stream) -> Iterator[None]:
             at += length
         return mx.concatenate(parts, axis=-2)
 
+    def attention(q: mx.array, k: mx.array, v: mx.array, **rule: Any) -> mx.array:
+        with _original_ops():
+            return attend(q, k, v, prefix=stream.prefix, branches=stream.branches, **rule)
+
     def sdpa(q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: Any = None) -> mx.array:
         if not isinstance(mask, str):
             return _sdpa(q, k, v, scale=scale, mask=mask, sinks=sinks)
-        with _original_ops():
-            return attend(
-                q,
-                k,
-                v,
-                scale=scale,
-                window=getattr(mask, "window", None),
-                sinks=sinks,
-                prefix=stream.prefix,
-                branches=stream.branches,
-            )
+        return attention(q, k, v, scale=scale, window=getattr(mask, "window", None), sinks=sinks)
 
-    with _fast_ops(rope, sdpa):
+    with _fast_ops(rope, sdpa), exceptions.active(stream, attention):
         yield
 
 

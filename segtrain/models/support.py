@@ -1,7 +1,7 @@
 """What each of mlx-lm's model files supports, as data; the proof of every entry is in `tests/test_families.py`.
 
-A `model_type` (from `config.json`) names a model file, or is another name for one. This module answers before anything is loaded,
-so it imports neither mlx nor mlx-lm.
+A `model_type` (from `config.json`) names a model file, or is another name for one. This module answers before
+anything is loaded, so it imports neither mlx nor mlx-lm.
 """
 
 import importlib.util
@@ -13,27 +13,155 @@ from typing import Any
 
 from segtrain.errors import UserError
 
-# Attention reads positions and masks through mlx-lm's own functions: a prompt can be computed once for several responses.
-SHARED_PREFIX = frozenset(
-    """
-    Klear afmoe apertus bailing_moe cohere cohere2 gemma gemma2 gemma3 gemma3_text gemma3n gemma4 gemma4_text llama mixtral
-    gpt_oss qwen2 qwen3 qwen3_moe
-    """.split()
-)
+RECURRENT = "recurrent or convolutional layers run through both responses"
+LEARNT = "positions are learnt, one for each row"
+SPARSE = "its sparse attention works on [T, T] arrays"
+CHUNKED = "its chunked attention works on [T, T] arrays"
+DOUBLE = "two caches a layer"
+TEXT = "the text part"
+QUADRATIC = "attention memory grows with the square of the row"
 
-# The rest of what trains: why a preference pair runs as two streams.
-RECURRENT = "recurrent layers"
-TWO_STREAMS: dict[str, str] = {
-    "mamba": RECURRENT,
-    "qwen3_next": RECURRENT,
+
+@dataclass(frozen=True)
+class Family:
+    """A model file that trains. `two_streams`: why a prompt can't be shared by two responses; empty where it can."""
+
+    two_streams: str = ""
+    experts: bool = False
+    note: str = ""
+
+
+FAMILIES: dict[str, Family] = {
+    "afmoe": Family(experts=True),
+    "apertus": Family(),
+    "baichuan_m1": Family(RECURRENT, note=QUADRATIC),
+    "bailing_hybrid": Family(RECURRENT, experts=True),
+    "bailing_moe": Family(experts=True),
+    "bailing_moe_linear": Family(RECURRENT, experts=True),
+    "bailing_moe_v3": Family(RECURRENT, experts=True),
+    "cohere": Family(),
+    "cohere2": Family(),
+    "dbrx": Family(experts=True),
+    "deepseek": Family(experts=True),
+    "deepseek_v2": Family(experts=True),
+    "deepseek_v3": Family(experts=True),
+    "deepseek_v32": Family(SPARSE, experts=True, note=QUADRATIC),
+    "dots1": Family(experts=True),
+    "ernie4_5": Family(),
+    "ernie4_5_moe": Family(experts=True),
+    "exaone": Family(),
+    "exaone4": Family(),
+    "exaone_moe": Family(experts=True),
+    "falcon_h1": Family(RECURRENT),
+    "gear": Family(),
+    "gemma": Family(),
+    "gemma2": Family(note="mlx-lm runs it without its sliding window, and so does training"),
+    "gemma3": Family(note=TEXT),
+    "gemma3_text": Family(),
+    "gemma3n": Family(),
+    "gemma4": Family(experts=True, note=TEXT),
+    "gemma4_text": Family(experts=True),
+    "glm": Family(),
+    "glm4": Family(),
+    "glm4_moe": Family(experts=True),
+    "glm4_moe_lite": Family(experts=True),
+    "glm_moe_dsa": Family(SPARSE, experts=True, note=QUADRATIC),
+    "gpt2": Family(LEARNT),
+    "gpt_bigcode": Family(LEARNT),
+    "gpt_neox": Family(),
+    "gpt_oss": Family(experts=True),
+    "gptj": Family(),
+    "granite": Family(),
+    "granitemoe": Family(experts=True),
+    "granitemoehybrid": Family(RECURRENT, experts=True),
+    "helium": Family(),
+    "hunyuan": Family(experts=True),
+    "hunyuan_v1_dense": Family(),
+    "internlm2": Family(),
+    "internlm3": Family(),
+    "jamba": Family(RECURRENT, experts=True),
+    "kimi_k25": Family(experts=True, note=TEXT),
+    "kimi_linear": Family(RECURRENT, experts=True),
+    "kimi_vl": Family(experts=True, note=TEXT),
+    "Klear": Family(experts=True),
+    "laguna": Family(experts=True),
+    "lfm2": Family(RECURRENT),
+    "lfm2-vl": Family(RECURRENT, note=TEXT),
+    "lfm2_moe": Family(RECURRENT, experts=True),
+    "lille-130m": Family(),
+    "llama": Family(),
+    "llama4": Family(CHUNKED, experts=True, note=f"{TEXT}; {QUADRATIC}"),
+    "llama4_text": Family(),
+    "longcat_flash": Family(DOUBLE, experts=True),
+    "longcat_flash_ngram": Family(DOUBLE, experts=True),
+    "mamba": Family(RECURRENT),
+    "mamba2": Family(RECURRENT),
+    "mellum": Family(experts=True),
+    "mimo": Family(),
+    "mimo_v2_flash": Family(experts=True),
+    "minicpm": Family(),
+    "minicpm3": Family(),
+    "minimax": Family(experts=True),
+    "minimax_m3_vl": Family(SPARSE, experts=True, note=f"{TEXT}; {QUADRATIC}"),
+    "ministral3": Family(),
+    "mistral3": Family(note=TEXT),
+    "mistral4": Family(experts=True),
+    "mixtral": Family(experts=True),
+    "muse_glimmer": Family(),
+    "nanbeige": Family(note="with num_loops 1"),
+    "nanochat": Family(),
+    "nemotron": Family(),
+    "nemotron-nas": Family(),
+    "nemotron_h": Family(RECURRENT, experts=True),
+    "olmo2": Family(),
+    "olmo3": Family(),
+    "olmo_hybrid": Family(RECURRENT),
+    "olmoe": Family(experts=True),
+    "openelm": Family(),
+    "phi": Family(),
+    "phi3": Family(),
+    "phimoe": Family(experts=True),
+    "phixtral": Family(experts=True),
+    "pixtral": Family(note=TEXT),
+    "plamo": Family(),
+    "plamo2": Family(RECURRENT),
+    "plamo3": Family(),
+    "qwen": Family(),
+    "qwen2": Family(),
+    "qwen2_moe": Family(experts=True),
+    "qwen2_vl": Family(note=TEXT),
+    "qwen3": Family(),
+    "qwen3_5": Family(RECURRENT),
+    "qwen3_5_moe": Family(RECURRENT, experts=True),
+    "qwen3_moe": Family(experts=True),
+    "qwen3_next": Family(RECURRENT, experts=True),
+    "qwen3_vl": Family(note=TEXT),
+    "qwen3_vl_moe": Family(experts=True, note=TEXT),
+    "rwkv7": Family(RECURRENT),
+    "seed_oss": Family(),
+    "smollm3": Family(),
+    "solar_open": Family(experts=True),
+    "spark2_5": Family(),
+    "stablelm": Family(),
+    "starcoder2": Family(),
+    "step3p5": Family(experts=True),
+    "talkie": Family(),
+    "telechat3": Family(),
+    "youtu_llm": Family(),
 }
 
 REFUSED: dict[str, str] = {
-    "bitnet": "its linear layers have ternary weights, which LoRA layers do not wrap",
+    "afm7": "its fused projections need several LoRA pairs each, which only mlx-lm's own trainer writes",
+    "bitnet": "its linear layers hold packed ternary weights, which LoRA does not wrap",
+    "deepseek_v41": "mlx-lm's own forward pass has no gradient (indices) and mixes rows in its head",
+    "iquestloopcoder": "it runs its layers twice, with glue between them",
+    "kimi_k3": "every layer reads all earlier residual blocks, through weights that LoRA would wrap",
+    "muse_spark": "it is written in Metal kernels without a gradient",
+    "olmo": "mlx-lm's file ends the process unless another package is installed; OLMo 2 and 3 work",
+    "phi3small": "mlx crashes in its block-sparse attention",
+    "prism_hadamard_qwen35": "its rotated 2-bit layers are not wrapped by LoRA",
+    "recurrent_gemma": "mlx-lm's model can't be frozen: it is no complete module",
 }
-
-EXPERTS = frozenset("Klear afmoe bailing_moe gpt_oss mixtral qwen3_moe qwen3_next".split())
-"""Have layers of routed experts."""
 
 # model_type -> model file, as in mlx-lm (`tests/test_support.py` compares).
 ALIASES = {
@@ -51,8 +179,6 @@ ALIASES = {
     "deepseek_v41_text": "deepseek_v41",
 }
 
-NOTES: dict[str, str] = {}
-
 
 @dataclass(frozen=True)
 class Row:
@@ -69,7 +195,7 @@ class Row:
 
 def table() -> list[Row]:
     """A row for every model file known here and for every other name of one, by name."""
-    names = {*SHARED_PREFIX, *TWO_STREAMS, *REFUSED, *ALIASES}
+    names = {*FAMILIES, *REFUSED, *ALIASES}
     return [_row(name) for name in sorted(names, key=str.lower)]
 
 
@@ -80,13 +206,13 @@ def model_file(model_type: str) -> str:
 
 def shares_prefix(model_type: str) -> bool:
     """Whether a prompt shared by two responses can be computed once, proven by test."""
-    return model_file(model_type) in SHARED_PREFIX
+    family = FAMILIES.get(model_file(model_type))
+    return family is not None and not family.two_streams
 
 
 def is_proven(config: Mapping[str, Any]) -> bool:
     """Whether tests hold this model's gradients; if not, check a short row first (`segtrain.verify.check`)."""
-    name = model_file(str(config.get("model_type")))
-    return "model_file" not in config and (name in SHARED_PREFIX or name in TWO_STREAMS)
+    return "model_file" not in config and model_file(str(config.get("model_type"))) in FAMILIES
 
 
 def refuse(config: Mapping[str, Any]) -> None:
@@ -114,11 +240,13 @@ def _row(model_type: str) -> Row:
     notes = [f"runs as {name}"] if name != model_type else []
     if name in REFUSED:
         return Row(model_type, False, False, False, False, None, "; ".join([*notes, REFUSED[name]]))
-    if name in TWO_STREAMS:
-        notes.append(f"pairs run as two streams: {TWO_STREAMS[name]}")
-    if name in NOTES:
-        notes.append(NOTES[name])
-    return Row(model_type, True, True, name in SHARED_PREFIX, True, True if name in EXPERTS else None, "; ".join(notes))
+    family = FAMILIES[name]
+    if family.two_streams:
+        notes.append(f"pairs run as two streams: {family.two_streams}")
+    if family.note:
+        notes.append(family.note)
+    experts = True if family.experts else None
+    return Row(model_type, True, True, not family.two_streams, True, experts, "; ".join(notes))
 
 
 def _cells(row: Row) -> list[str]:

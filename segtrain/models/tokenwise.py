@@ -1,9 +1,10 @@
 """Token-wise modules (a layer's MLP) differentiated in chunks of tokens.
 
-At segment size 1 the MLP's intermediates, each [T, intermediate], are most of what is live. The module maps each token by itself, so its
-vjp is the sum (for parameters) and concatenation (for inputs) of its chunks' vjps. The chunks are chained: a chunk's inputs depend
-on the previous chunk's gradient, so that MLX's scheduler, which runs ahead breadth first, can't hold several at once. A
-module's intermediates are recomputed in its backward; its forward is not run there when nothing needs its output.
+At segment size 1 the MLP's intermediates, each [T, intermediate], are most of what is live. The module maps each
+token by itself, so its vjp is the sum (for parameters) and concatenation (for inputs) of its chunks' vjps. The chunks
+are chained: a chunk's inputs depend on the previous chunk's gradient, so that MLX's scheduler, which runs ahead
+breadth first, can't hold several at once. A module's intermediates are recomputed in its backward; its forward is not
+run there when nothing needs its output.
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,7 +75,8 @@ def _chunked_call(module: nn.Module, original: Any, x: mx.array, rows: int) -> m
         dx = mx.concatenate(dxs, axis=-2)
         return (dx, *sums) if slots else dx
 
-    return whole(x, *(m[key] for m, key in slots))
+    result: Any = whole(x, *(m[key] for m, key in slots))
+    return result
 
 
 @contextmanager
