@@ -225,11 +225,9 @@ def _wrappable(path: str) -> bool:
 
 def _targeted(layers: Sequence[dict[str, Any]], targets: str | Sequence[str]) -> set[str]:
     available = {path for layer in layers for path in layer}
-    if targets == ALL_LINEAR:
-        return available
     keys: set[str] = set()
     for target in [targets] if isinstance(targets, str) else targets:
-        hits = {path for path in available if _matches(path, target)}
+        hits = available if target == ALL_LINEAR else {path for path in available if _matches(path, target)}
         if not hits:
             choices = ", ".join(sorted({path.rsplit(".", 1)[-1] for path in available}))
             raise ValueError(f"lora.targets: {target!r} matches no linear layer of this model; it has {choices}")

@@ -16,6 +16,7 @@ from segtrain.lora import Lora, attach
 from segtrain.memory.plan import Plan
 from segtrain.models.load import Loaded
 from segtrain.models.stack import LayerStack, UnsupportedModel
+from segtrain.models.support import shares_prefix
 from segtrain.recipe import Recipe
 
 LossName: TypeAlias = Literal["sft", "orpo"]
@@ -93,7 +94,7 @@ def open_session(recipe: Recipe, loss: LossName, loaded: Loaded) -> Session:
         stack = LayerStack(loaded.model)
     except (UnsupportedModel, ValueError) as error:
         raise UserError(str(error)) from error
-    shares, notices = _prefix_sharing(recipe, loss, stack)
+    shares, notices = _prefix_sharing(recipe, loss, stack, str(loaded.config.get("model_type")))
     function = losses.sft if loss == "sft" else losses.orpo(recipe.orpo.beta, recipe.orpo.sft_scope)
     return Session(recipe, loaded, lora, stack, function, shares, notices, align(backend()))
 
@@ -110,10 +111,10 @@ def parameter_counts(session: Session) -> tuple[int, int]:
     return trainable, total
 
 
-def _prefix_sharing(recipe: Recipe, loss: LossName, stack: LayerStack) -> tuple[bool, list[str]]:
+def _prefix_sharing(recipe: Recipe, loss: LossName, stack: LayerStack, model_type: str) -> tuple[bool, list[str]]:
     if loss != "orpo" or not recipe.engine.prefix_sharing:
         return False, []
-    if not stack.shares_prefix:
+    if not (stack.attention_only and shares_prefix(model_type)):
         return False, ["this model can't share a prompt between chosen and rejected: each pair runs as two streams"]
     return True, []
 
