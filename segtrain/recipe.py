@@ -18,7 +18,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainValidator,
     PrivateAttr,
     Strict,
     ValidationError,
@@ -152,7 +151,7 @@ class LoraRecipe(Section):
     scale: float | None = Field(default=None, gt=0)
     rslora: bool = False
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    targets: Annotated[str | tuple[str, ...], PlainValidator(lambda value: _targets(value))] = ALL_LINEAR
+    targets: Annotated[str | tuple[str, ...], BeforeValidator(lambda value: _targets(value))] = ALL_LINEAR
     layers: Any = "all"  # "all", N (the last N) or (lo, hi): layers lo..hi-1
 
     @property
