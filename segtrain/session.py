@@ -114,7 +114,7 @@ def parameter_counts(session: Session) -> tuple[int, int]:
 def _prefix_sharing(recipe: Recipe, loss: LossName, stack: LayerStack, model_type: str) -> tuple[bool, list[str]]:
     if loss != "orpo" or not recipe.engine.prefix_sharing:
         return False, []
-    if not (stack.attention_only and shares_prefix(model_type)):
+    if not (stack.shares_prefix and shares_prefix(model_type)):
         return False, ["this model can't share a prompt between chosen and rejected: each pair runs as two streams"]
     return True, []
 

@@ -216,3 +216,15 @@ def test_recurrent_layers_refuse_a_shared_prefix():
     assert not stack.attention_only
     with pytest.raises(UnsupportedModel, match="two streams"):
         stack.begin(shared_prefix([1, 2], [3], [4]).streams[0])
+
+
+def test_a_rope_that_depends_on_the_rows_length_refuses_a_shared_prefix():
+    """Dynamic NTK: a longer row rotates the same prompt otherwise, so the two responses have no prompt in common."""
+    model = tiny.build("llama", rope_scaling={"type": "dynamic", "factor": 4.0}, max_position_embeddings=8)
+    stack = LayerStack(model)
+    assert stack.attention_only
+    assert not stack.shares_prefix
+    assert LayerStack(tiny.build("llama")).shares_prefix
+    with pytest.raises(UnsupportedModel, match="depends on the row's length"):
+        stack.begin(shared_prefix([1, 2], [3], [4]).streams[0])
+    assert mx.array_equal(by_segments(stack, stream(), 2), stack.whole(stream()))

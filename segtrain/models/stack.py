@@ -107,6 +107,7 @@ class LayerStack:
         self._alike: dict[tuple, tuple[int, int, Tape]] = {}
         self.layers = list(model.layers)
         self.attention_only = _attention_only(model)
+        self.shares_prefix = self.attention_only and not _rope_by_length(model)
         learner = _Learner(self.layers)
         self._record(Stream(mx.zeros((1, 4), mx.int32)), learner)
         self._signatures = learner.signatures
@@ -183,6 +184,9 @@ class LayerStack:
 
     def whole(self, stream: Stream) -> mx.array:
         """The model's own forward pass on `stream`: logits [1, T, V], nothing captured."""
+        if stream.branches and not self.shares_prefix:
+            why = "rotary embedding that depends on the row's length" if self.attention_only else "recurrent layers"
+            raise UnsupportedModel(f"a model with {why} can't share a prefix: use two streams")
         caches = self._caches(stream)
         with stream_ops(stream):
             return self.model(stream.tokens, cache=caches) if caches else self.model(stream.tokens)
@@ -193,8 +197,6 @@ class LayerStack:
         return chunked([m for layer in self.layers[lo:hi] for m in tokenwise_modules(layer)], self.mlp_rows)
 
     def _record(self, stream: Stream, recorder: "_Recorder") -> Tape:
-        if stream.branches and not self.attention_only:
-            raise UnsupportedModel("a model with recurrent layers can't share a prefix: use two streams")
         with intercept(self.layers, recorder):
             self.whole(stream)
         if len(recorder.calls) != len(self.layers):
@@ -358,6 +360,11 @@ def _first_writers(signatures: list[_Signature], crossing: set[str]) -> list[tup
 def _attention_only(model: nn.Module) -> bool:
     """Whether every cache the model asks for holds plain keys and values, so that a `StreamCache` can stand in."""
     return all(type(cache) in (KVCache, RotatingKVCache) for cache in make_prompt_cache(model))
+
+
+def _rope_by_length(model: nn.Module) -> bool:
+    """Whether rotary frequencies depend on the number of rows, so that a prompt's keys differ between its responses."""
+    return any(type(module).__name__ == "DynamicNTKScalingRoPE" for _, module in model.named_modules())
 
 
 def _cache_names(number: int) -> tuple[str, str]:
