@@ -40,6 +40,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "recipe_yaml": {"yaml"},
     "report": PLOT | {"yaml"},
     "rundir": set(),
+    "sampling": MLX | {"mlx_lm"},
     "scaffold": set(),
     "segments": set(),
     "session": MLX,
