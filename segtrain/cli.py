@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from segtrain.events import Event
     from segtrain.recipe import Recipe
 
+TRAINING = ("sft", "orpo")
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 FIRST_RUN = "no recipe given; `segtrain init` writes one to start from, then: segtrain {command} recipe.yaml"
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, whether typer ships its own copy or not
@@ -210,8 +211,11 @@ def check(recipe: RecipeFile = None, set_: Set = None, debug: Debug = False) -> 
     loaded = _load(recipe, set_, "check")
     from segtrain.data.check import check_data
     from segtrain.progress import print_check
+    from segtrain.terminal.counter import counter
 
-    print_check(check_data(loaded))
+    with counter("rows") as count:
+        report = check_data(loaded, progress=count)
+    print_check(report)
     return DONE
 
 
@@ -363,7 +367,11 @@ def _load(recipe: Path | None, changes: list[str] | None, command: str) -> "Reci
         raise UserError(FIRST_RUN.format(command=command))
     from segtrain.recipe import load_recipe
 
-    return load_recipe(recipe, changes or ())
+    loaded = load_recipe(recipe, changes or ())
+    if command not in TRAINING:  # a run shows them as events
+        for notice in loaded.notices:
+            typer.echo(f"note: {notice}", err=True)
+    return loaded
 
 
 def _train(loss: Literal["sft", "orpo"], recipe: "Recipe", *, dry_run: bool, **flags: bool) -> int:

@@ -1,5 +1,6 @@
 """The command line: arguments and files to exit code and message, the commands' work done by small stand-ins."""
 
+import io
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from segtrain import cli
 from segtrain.errors import RunFailed, UserError
 from segtrain.events import Event, Notice, RunEnded, RunStarted
+from segtrain.terminal.counter import CLEAR, counter
 
 RECIPE = "model: m\ndata: {train: a.jsonl}\noutput: {dir: run, report_every: 7}\n"
 COMMANDS = ["sft", "orpo", "plan-segments", "check", "verify-grads", "export", "report", "init", "models", "bench"]
@@ -262,12 +264,48 @@ def test_verify_grads(passed: bool, workplace: Path, install: Install) -> None:
 
 def test_check_models_and_bench_print(workplace: Path, install: Install) -> None:
     shown: list[Any] = []
-    install("segtrain.data.check", check_data=lambda recipe: recipe.model)
+    install("segtrain.data.check", check_data=lambda recipe, progress: progress(1, 2) or recipe.model)
     install("segtrain.models.support", table=lambda: ["llama"])
     install("segtrain.bench", bench=lambda: "bench")
     install("segtrain.progress", print_check=shown.append, print_models=shown.append, print_bench=shown.append)
     assert [cli.run(arguments.split()) for arguments in ("check r.yaml", "models", "bench")] == [0, 0, 0]
     assert shown == ["m", ["llama"], "bench"]
+
+
+@pytest.mark.parametrize(("command", "said"), [("check", True), ("sft", False)])
+def test_notices_are_said_once(
+    command: str,
+    said: bool,
+    workplace: Path,
+    install: Install,
+    trainer: SimpleNamespace,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A run shows them as events, so the command line itself stays silent there."""
+    install("segtrain.data.check", check_data=lambda recipe, progress: None)
+    vars(sys.modules["segtrain.progress"])["print_check"] = lambda report: None
+    assert cli.run([command, "r.yaml", "--set", "trust_remote_code=true"]) == 0
+    assert ("note: trust_remote_code runs" in capsys.readouterr().err) == said
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_counter_draws_now_and_then_and_clears() -> None:
+    out, now = Terminal(), iter([0.0, 0.0, 0.1, 0.3, 0.3])
+    with counter("rows", stream=out, clock=lambda: next(now)) as count:
+        for done in (1000, 2000, 3000):
+            count(done, 5000 if done < 3000 else None)
+    assert out.getvalue() == f"{CLEAR}rows 1,000 of 5,000{CLEAR}rows 3,000{CLEAR}"
+
+
+def test_counter_is_silent_in_a_pipe() -> None:
+    out = io.StringIO()
+    with counter("rows", stream=out) as count:
+        count(1, 2)
+    assert out.getvalue() == ""
 
 
 def test_export_and_report(workplace: Path, install: Install, capsys: pytest.CaptureFixture[str]) -> None:
