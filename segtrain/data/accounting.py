@@ -1,5 +1,6 @@
 """Counting a data set: rows, tokens, what is learnt, what is cut or left out and why."""
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,7 @@ class Tally:
     truncated: int = 0
     prompt_tokens: int = 0
     fallbacks: int = 0
-    lengths: list[int] = field(default_factory=list)
+    lengths: "array[int]" = field(default_factory=lambda: array("q"))
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
     remarks: Counter[str] = field(default_factory=Counter)
@@ -41,6 +42,17 @@ class Tally:
             self._drop(result)
         else:
             self._keep(result)
+
+    def merge(self, other: "Tally") -> None:
+        """Add the counts of the rows that follow."""
+        for name in ("rows", "tokens", "supervised", "truncated", "prompt_tokens", "fallbacks"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.lengths += other.lengths
+        self.reasons += other.reasons
+        self.remarks += other.remarks
+        self.needed = max(self.needed, other.needed)
+        for reason, places in other.examples.items():
+            self.examples[reason] = [*self.examples.get(reason, []), *places][:EXAMPLES]
 
     def _drop(self, dropped: Dropped) -> None:
         self.reasons[dropped.reason] += 1
@@ -93,7 +105,11 @@ class Tally:
         for reason, count in self.reasons.items():
             found[f"dropped: {reason}"] = count
         if preference:
-            found |= {"identical": self.remarks[encode.IDENTICAL], "fallbacks": self.fallbacks}
+            found |= {
+                "identical": self.remarks[encode.IDENTICAL],
+                "fallbacks": self.fallbacks,
+                "prompt_tokens": self.prompt_tokens,
+            }
         return found
 
     def require_rows(self, name: str, limit: int) -> None:

@@ -1,4 +1,7 @@
-"""Parquet files, data sets on disk and on the hub, as tables or in order. `datasets` and `pyarrow` are imported on use."""
+"""Parquet files and data sets on disk or on the hub, as tables or in order.
+
+`datasets` and `pyarrow` take a while to import, so that happens on use.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +30,17 @@ class DatasetTable:
     def fingerprint(self) -> list[Any]:
         return [len(self), sorted(self.dataset.column_names)]
 
+    @property
+    def size(self) -> int:
+        return int(self.dataset.data.nbytes)
+
 
 class DatasetInOrder:
     """A `datasets.IterableDataset`, read in order; the cursor is its own state and the row number."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         self.dataset, self.name = dataset, name
+        self._first = dataset.state_dict()
         self._at: Any = None
         self._rows: Iterator[dict[str, Any]] | None = None
 
@@ -52,14 +60,9 @@ class DatasetInOrder:
 
     def _from(self, cursor: Any) -> Iterator[dict[str, Any]]:
         if self._rows is None or self._at is not cursor:
-            self.dataset.load_state_dict(cursor["state"] or self._beginning())
+            self.dataset.load_state_dict(cursor["state"] or self._first)
             self._rows = iter(self.dataset)
         return self._rows
-
-    def _beginning(self) -> Any:
-        if not hasattr(self, "_first"):
-            self._first = self.dataset.state_dict()
-        return self._first
 
     @property
     def fingerprint(self) -> list[Any]:
@@ -109,8 +112,8 @@ def _parquet_rows(path: Path, start: int) -> Iterator[dict[str, Any]]:
 
 
 def _parquet(path: Path) -> Any:
-    import pyarrow
-    import pyarrow.parquet
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:
         return pyarrow.parquet.ParquetFile(path)
@@ -151,7 +154,7 @@ def hub(name: str, subset: str | None, split: str | None, streaming: bool) -> tu
     except (OSError, ValueError, RuntimeError) as error:
         config = f" with subset {subset}" if subset else ""
         raise UserError(
-            f"{name}: no such file or directory, and no data set of the hub{config} could be loaded: {_first_line(error)}"
+            f"{name}: no such file or directory, and no hub data set{config} could be loaded: {_first_line(error)}"
         ) from None
     return _split(found, split, name)
 

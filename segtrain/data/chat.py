@@ -1,11 +1,11 @@
 """Chat templates: a conversation as text, and which parts of that text the assistant wrote.
 
-Where a template has `{% generation %}` marks, they say it. Otherwise a part begins where the prompt of its turn ends: the
-conversation so far, rendered with a generation prompt, must be a prefix of the whole rendering. It ends with the turn's
-end-of-turn token. Templates may rewrite history, say by removing the reasoning from all but the last turn, and then neither
-prefix need hold; such a turn is found by what the template puts around it, learnt from a rendering in which a mark
-stands for the turn's text. A template for which that fails too is refused with the reason: a mask that might be wrong
-is worse than none.
+Where a template has `{% generation %}` marks, they say it. Otherwise a part begins where the prompt of its turn ends:
+the conversation so far, rendered with a generation prompt, must be a prefix of the whole rendering. It ends with the
+turn's end-of-turn token. Templates may rewrite history, say by removing the reasoning from all but the last turn, and
+then neither prefix need hold; such a turn is found by what the template puts around it, learnt from a rendering in
+which a mark stands for the turn's text. A template for which that fails too is refused with the reason: a mask that
+might be wrong is worse than none.
 
 Templates run in the sandbox of transformers. Positions here are in characters of the rendered text.
 """
@@ -31,7 +31,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation's text, the [start, end) of each supervised turn in it, and whether each ends with a special token."""
+    """A conversation's text, the [start, end) of each supervised turn, and whether each ends with a special token."""
 
     text: str
     spans: list[Span]
@@ -101,14 +101,15 @@ class ChatTemplate:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        rendered, marks = render_jinja_template(
+        found: Any = render_jinja_template(
             [messages],
             tools=tools,
             chat_template=self.source or self.tokenizer.chat_template,
             return_assistant_tokens_mask=True,
-            **getattr(self.tokenizer, "special_tokens_map", {}),
+            **dict(getattr(self.tokenizer, "special_tokens_map", {})),
             **{name: value for name, value in self._options.items() if name != "chat_template"},
         )
+        rendered, marks = found
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if rendered[0] != text or len(marks[0]) != len(turns):
             return None

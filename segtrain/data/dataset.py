@@ -7,11 +7,11 @@ from typing import Any, Literal, TypeAlias, overload
 from segtrain.data.accounting import Tally
 from segtrain.data.chat import ChatTemplate
 from segtrain.data.encode import BLANK, Dropped, Encoded, Encoder
-from segtrain.data.feeds import Chained, Feed, Mixed, Shuffled, Table, Windowed
+from segtrain.data.feeds import Chained, ChainedInOrder, Feed, InOrder, Mixed, Shuffled, Table, Windowed
 from segtrain.data.formats import Reader
 from segtrain.data.permutation import Permutation
 from segtrain.data.raw import Raw
-from segtrain.data.rows import Row
+from segtrain.data.rows import Origin, Row
 from segtrain.data.sources import Located, locate
 from segtrain.data.tokenizer import Codec, Tokenizer
 from segtrain.errors import UserError
@@ -19,8 +19,11 @@ from segtrain.recipe import DataRecipe, Recipe
 
 Loss: TypeAlias = Literal["sft", "orpo"]
 
-EXACT_ROWS = 2_000  # sets up to this size are counted in full when they are opened
-SAMPLE_ROWS = 500
+# Sets up to this size are counted in full when they are opened; of larger ones a sample is.
+EXACT_ROWS, EXACT_BYTES = 2_000, 16 << 20
+SAMPLE_ROWS, SAMPLE_TOKENS = 500, 2_000_000
+STREAMED_VALID_ROWS = 1_000
+_SAMPLE = 0xC0  # sets the sample's order apart from any epoch's
 
 
 class TrainRows:
@@ -41,22 +44,25 @@ class TrainRows:
         return self
 
     def __next__(self) -> Row:
-        group = [self._usable() for _ in range(self.world)]
-        return group[self.rank]
+        group = [self._usable(encode=number == self.rank) for number in range(self.world)]
+        row = group[self.rank]
+        assert row is not None
+        return row
 
     @property
     def epoch(self) -> int:
         """The epoch that the last row given belongs to, from 0."""
         return self._feed.epoch
 
-    def _usable(self) -> Row:
+    def _usable(self, encode: bool = True) -> Row | None:
+        """The next row that isn't dropped; without `encode` only passed over, which costs little if it was counted."""
         misses = 0
-        while isinstance(result := self._pipeline.encode(self._feed.next()), Dropped):
+        while isinstance(result := self._pipeline.take(self._feed.next(), encode), Dropped):
             self.dropped += 1
             misses += 1
             if misses > self._patience:
                 raise UserError(f"none of the last {misses} rows can be used ({result.origin}: {result.reason})")
-        return result.row
+        return result.row if result else None
 
     def state_dict(self) -> dict[str, Any]:
         return {"version": 1, "dropped": self.dropped, "feed": self._feed.state_dict()}
@@ -102,7 +108,7 @@ class Data:
 
 
 class Pipeline:
-    """Raw rows to encoded ones. Each source has its own form and columns; `owners` maps a row's source to its reader."""
+    """Raw rows to encoded ones; each file has its own form and columns."""
 
     def __init__(self, recipe: DataRecipe, loss: str | None, tokenizer: Tokenizer) -> None:
         self.recipe, self.loss = recipe, loss
@@ -111,11 +117,24 @@ class Pipeline:
         self.encoder = Encoder(codec, template, recipe.max_seq_length, recipe.on_long, recipe.supervise)
         self.readers: dict[str, Reader] = {}
         self.columns: dict[str, dict[str, str]] = {}
+        self.verdicts: dict[Origin, Dropped | None] = {}  # of rows counted in full
 
     def encode(self, raw: Raw) -> Encoded | Dropped:
         if raw.blank:
             return Dropped(BLANK, raw.origin)
         return self.encoder.encode(self.reader(raw).read(raw), raw.origin)
+
+    def take(self, raw: Raw, encode: bool) -> Encoded | Dropped | None:
+        """As `encode`; where that isn't wanted and the row's fate is known, None for a usable row."""
+        if not encode and raw.origin in self.verdicts:
+            return self.verdicts[raw.origin]
+        return self.encode(raw)
+
+    def settle(self, raw: Raw, columns: dict[str, str]) -> None:
+        """Take a file's columns, and its form from its first row."""
+        self.columns[raw.origin.file] = columns
+        if not raw.blank:
+            self.reader(raw).read(raw)
 
     def reader(self, raw: Raw) -> Reader:
         """The reader of the row's file."""
@@ -126,9 +145,9 @@ class Pipeline:
 
 
 def open_data(recipe: Recipe, loss: Loss, tokenizer: Tokenizer, *, rank: int = 0, world: int = 1) -> Data:
-    """Open what `recipe.data` names for training with `loss`; rank r of `world` gets rows r, r + world, ... of one order.
+    """Open what `recipe.data` names, to train with `loss`; rank r of `world` gets rows r, r + world, ... of one order.
 
-    Sets of up to 2,000 rows are counted in full, larger ones by a seeded sample (`counts["sampled"]`).
+    Sets of up to 2,000 rows (and 16 MiB) are counted in full, others by a seeded sample (`counts["sampled"]`).
     Raises UserError, with file and line where there is one, for anything wrong with the data.
     """
     return _Opening(recipe, loss, tokenizer).data(rank, world)
@@ -156,52 +175,64 @@ class _Opening:
     def _tabled(self, located: list[Located]) -> tuple[Feed, dict[str, Any], int]:
         tables = [self._table(one) for one in located]
         whole = Chained(tables)
-        name = _names(located)
-        tally = Tally()
-        numbers, sampled = _to_count(len(whole), self.seed)
-        for number in numbers:
-            tally.add(self.pipeline.encode(whole[number]))
-        counts, rows = self._judged(tally, name, len(whole), sampled)
-        weights = [one.source.weight for one in located]
-        if any(weights):
-            feeds = [Shuffled(table, self.seed + i) for i, table in enumerate(tables)]
-            return Mixed(feeds, [float(weight or 1) for weight in weights], len(whole)), counts, rows
-        return Shuffled(whole, self.seed), counts, rows
+        tally, sampled = self._counted(whole)
+        counts, rows = self._judged(tally, _names(located), len(whole), sampled)
+        if located[0].source.weight is None:
+            return Shuffled(whole, self.seed), counts, rows
+        feeds = [Shuffled(table, self.seed + number) for number, table in enumerate(tables)]
+        return Mixed(feeds, _weights(located), len(whole)), counts, rows
 
-    def _table(self, located: Located) -> Table:
+    def _table(self, located: Located) -> Chained:
         table = located.table()
         if not len(table):
             raise UserError(f"{located.name}: the data holds no row")
-        self._settle_columns(located, table[0])
-        for part in getattr(table, "tables", []):
+        for part in table.tables:
             if len(part):
-                self._settle_columns(located, part[0])
+                self.pipeline.settle(part[0], located.source.columns)
         return table
 
-    def _settle_columns(self, located: Located, raw: Raw) -> None:
-        self.pipeline.columns[raw.origin.file] = dict(located.source.columns)
+    def _counted(self, table: Table) -> tuple[Tally, bool]:
+        """The accounting of a table, and whether only a sample of it was counted."""
+        tally = Tally()
+        if len(table) <= EXACT_ROWS and table.size <= EXACT_BYTES:
+            for number in range(len(table)):
+                raw = table[number]
+                result = self.pipeline.encode(raw)
+                tally.add(result)
+                self.pipeline.verdicts[raw.origin] = result if isinstance(result, Dropped) else None
+            return tally, False
+        order = Permutation(len(table), self.seed, _SAMPLE)
+        for position in range(min(SAMPLE_ROWS, len(table))):
+            tally.add(self.pipeline.encode(table[order[position]]))
+            if tally.tokens > SAMPLE_TOKENS:
+                break
+        return tally, tally.seen < len(table)
 
     def _streamed(self, located: list[Located]) -> tuple[Feed, dict[str, Any], None]:
-        feeds, tally = [], Tally()
-        for number, one in enumerate(located):
-            source = one.in_order()
-            feed = Windowed(source, self.seed + number, self.section.shuffle_window)
-            first, _ = source.read(source.start(), max(1, SAMPLE_ROWS // len(located)))
-            if not first:
-                raise UserError(f"{one.name}: the data holds no row")
-            for path in one.paths:
-                self.pipeline.columns[str(path)] = dict(one.source.columns)
-            self._settle_columns(one, first[0])
-            for raw in first:
+        sources, tally = [one.in_order() for one in located], Tally()
+        for one, source in zip(located, sources, strict=True):
+            for raw in self._first_rows(one, source, max(1, SAMPLE_ROWS // len(located))):
                 tally.add(self.pipeline.encode(raw))
-            feeds.append(feed)
-        counts, _ = self._judged(tally, _names(located), tally.seen, True)
+        counts, _ = self._judged(tally, _names(located), tally.seen, False)
         window = self.section.shuffle_window
         self.notices.append(
-            f"streaming: rows are shuffled within windows of {window:,}; the counts are of the first rows"
+            f"streaming: rows are shuffled in windows of {window:,}; the counts are of the first {tally.seen:,} rows"
         )
-        weights = [float(one.source.weight or 1) for one in located]
-        return (feeds[0] if len(feeds) == 1 else Mixed(feeds, weights, None)), counts, None
+        counts["sampled"] = True
+        if located[0].source.weight is None:
+            source = sources[0] if len(sources) == 1 else ChainedInOrder(sources)
+            return Windowed(source, self.seed, window), counts, None
+        feeds = [Windowed(source, self.seed + number, window) for number, source in enumerate(sources)]
+        return Mixed(feeds, _weights(located), None), counts, None
+
+    def _first_rows(self, located: Located, source: InOrder, limit: int) -> list[Raw]:
+        rows, _ = source.read(source.start(), limit)
+        if not rows:
+            raise UserError(f"{located.name}: the data holds no row")
+        for path in located.paths:
+            self.pipeline.columns[str(path)] = located.source.columns
+        self.pipeline.settle(rows[0], located.source.columns)
+        return rows
 
     def _judged(self, tally: Tally, name: str, rows: int, sampled: bool) -> tuple[dict[str, Any], int]:
         """The counts scaled to all rows; raises UserError where nothing can be learnt from them."""
@@ -224,39 +255,31 @@ class _Opening:
         if not located:
             return None
         limit = None if self.recipe.eval.rows == "all" else int(self.recipe.eval.rows)
-        raws = self._valid_raws(located, limit)
+        raws = self._valid_rows(located, limit)
         tally, kept = Tally(), []
         for number in range(len(raws)):
             result = self.pipeline.encode(raws[number])
             tally.add(result)
             if isinstance(result, Encoded):
                 kept.append(number)
-            if limit is not None and len(kept) == limit:
+            if len(kept) == limit:
                 break
         name = _names(located)
         tally.require_rows(name, self.section.max_seq_length)
         self.notices += tally.notices(name, self.section.max_seq_length)
         return FixedRows(raws, kept, self.pipeline)
 
-    def _valid_raws(self, located: list[Located], limit: int | None) -> Sequence[Raw] | Table:
-        if not self.section.streaming:
+    def _valid_rows(self, located: list[Located], limit: int | None) -> Sequence[Raw] | Table:
+        """All rows by number; when streaming from the hub, the first ones, held in memory."""
+        if not self.section.streaming or all(one.kind != "hub" for one in located):
             return Chained([self._table(one) for one in located])
-        rows: list[Raw] = []
-        for one in located:
-            source = one.in_order()
-            found, _ = source.read(source.start(), 2 * limit if limit else 1 << 62)
-            if found:
-                self._settle_columns(one, found[0])
-            rows += found
-        return rows
+        most = limit or STREAMED_VALID_ROWS
+        self.notices.append(f"streaming: validation takes the first {most:,} rows of each source")
+        return [raw for one in located for raw in self._first_rows(one, one.in_order(), most)]
 
 
-def _to_count(rows: int, seed: int) -> tuple[Sequence[int], bool]:
-    """Which rows to encode for the accounting, in file order, and whether they are only a sample."""
-    if rows <= EXACT_ROWS:
-        return range(rows), False
-    order = Permutation(rows, seed, 0xC0)
-    return sorted(order[i] for i in range(SAMPLE_ROWS)), True
+def _weights(located: list[Located]) -> list[float]:
+    return [float(one.source.weight or 1) for one in located]
 
 
 def _names(located: list[Located]) -> str:

@@ -172,7 +172,7 @@ class Encoder:
         return Tokens(tokens.ids[extra:], tokens.supervised[extra:], starts)
 
     def _cut(self, tokens: Tokens, document: bool, origin: Origin) -> Tokens | Dropped:
-        """An over-long row under `on_long`; a document has no prompt and loses its end. Raises UserError under `error`."""
+        """An over-long row under `on_long` (a document has no prompt and loses its end). Raises UserError."""
         length, limit = len(tokens), self.max_length
         if self.on_long == "error":
             raise _too_long(origin, length, limit)

@@ -27,6 +27,10 @@ class Table(Protocol):
     def __getitem__(self, number: int) -> Raw: ...
 
     @property
+    def size(self) -> int:
+        """Bytes, about."""
+
+    @property
     def fingerprint(self) -> list[Any]: ...
 
 
@@ -69,13 +73,41 @@ class Chained:
         which = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self.tables[which][number - int(self._starts[which])]
 
-    def owner(self, number: int) -> int:
-        """Which table row `number` belongs to."""
-        return int(np.searchsorted(self._starts, number, side="right")) - 1
+    @property
+    def size(self) -> int:
+        return sum(table.size for table in self.tables)
 
     @property
     def fingerprint(self) -> list[Any]:
         return [table.fingerprint for table in self.tables]
+
+
+class ChainedInOrder:
+    """Several ordered sources, one after another; a cursor is [source, its cursor]."""
+
+    def __init__(self, sources: Sequence[InOrder]) -> None:
+        self.sources = list(sources)
+
+    def start(self) -> Any:
+        return [0, self.sources[0].start()]
+
+    def read(self, cursor: Any, limit: int) -> tuple[list[Raw], Any | None]:
+        rows: list[Raw] = []
+        number, inner = cursor
+        while len(rows) < limit:
+            found, inner = self.sources[number].read(inner, limit - len(rows))
+            rows += found
+            if inner is not None:
+                continue
+            number += 1
+            if number == len(self.sources):
+                return rows, None
+            inner = self.sources[number].start()
+        return rows, [number, inner]
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        return [source.fingerprint for source in self.sources]
 
 
 class Shuffled:
@@ -127,18 +159,17 @@ class Windowed:
         return self.rows
 
     def next(self) -> Raw:
-        rows = self._fill()
-        empty = 0
+        rows, turns = self._fill(), 0
         while self.position == len(rows):
-            if self.after is None:
+            if self.after is not None:
+                self._enter(self.after, self.number + 1)
+            elif turns < 2:
+                turns += 1
                 self.epoch += 1
                 self._enter(self.source.start(), 0)
-                empty += 1
             else:
-                self._enter(self.after, self.number + 1)
+                raise UserError("the data holds no row any more")
             rows = self._fill()
-            if empty > 1:
-                raise UserError("the data holds no row")
         self.position += 1
         assert self.order is not None
         return rows[self.order[self.position - 1]]
@@ -173,7 +204,7 @@ class Mixed:
     @property
     def epoch(self) -> int:
         """Full turns of `rows` rows, or of the slowest feed where their number isn't known."""
-        return sum(self.taken) // self.rows if self.rows else min(feed.epoch for feed in self.feeds)
+        return max(0, sum(self.taken) - 1) // self.rows if self.rows else min(feed.epoch for feed in self.feeds)
 
     def next(self) -> Raw:
         due = [(taken + 1) / weight for taken, weight in zip(self.taken, self.weights, strict=True)]

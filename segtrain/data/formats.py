@@ -1,7 +1,8 @@
 """Row formats: which one a row is in, and the row in one of four plain shapes.
 
-Understood besides the contract's own (`messages`; `prompt` and `completion`; `text`; `prompt`, `chosen` and `rejected`): ShareGPT
-(`conversations` of `from`/`value`) and Alpaca (`instruction`, `input`, `output`). `columns` renames the data's fields first.
+Understood are `messages`; `prompt` and `completion`; `text`; `prompt`, `chosen` and `rejected`; and besides ShareGPT
+rows (`conversations` of `from`/`value`) and Alpaca rows (`instruction`, `input`, `output`). `columns` renames the
+data's fields first.
 """
 
 import json

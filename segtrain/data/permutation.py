@@ -1,7 +1,8 @@
 """A seeded shuffle that needs no memory: position -> row number, computed one at a time.
 
-A Feistel network is a bijection on [0, 2^(2h)); walking its cycles until a value falls below n makes it one on [0, n). Any position can
-be asked for by itself, so a resumed run needs the seed, the epoch and a position, and no generator's state.
+A Feistel network is a bijection on [0, 2^(2h)); walking its cycles until a value falls below n makes it one on [0,
+n). Any position can be asked for by itself, so a resumed run needs the seed, the epoch and a position, and no
+generator's state.
 """
 
 from hashlib import blake2b

@@ -38,16 +38,19 @@ class Located:
     def name(self) -> str:
         return self.source.path
 
-    def table(self) -> Table:
+    def table(self) -> Chained:
         """The rows by number. Raises UserError."""
+        return Chained(self._tables())
+
+    def _tables(self) -> list[Table]:
         match self.kind:
             case "jsonl":
-                return Chained([JsonLines(path) for path in self.paths])
+                return [JsonLines(path) for path in self.paths]
             case "parquet":
-                return Chained([arrow.parquet_table(path) for path in self.paths])
+                return [arrow.parquet_table(path) for path in self.paths]
             case "disk":
-                return arrow.DatasetTable(*arrow.saved(self.paths[0], self.split))
-        return arrow.DatasetTable(*arrow.hub(self.name, self.source.subset, self.split, streaming=False))
+                return [arrow.DatasetTable(*arrow.saved(self.paths[0], self.split))]
+        return [arrow.DatasetTable(*arrow.hub(self.name, self.source.subset, self.split, streaming=False))]
 
     def in_order(self) -> InOrder:
         """The rows one after another, in constant memory. Raises UserError."""

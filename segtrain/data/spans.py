@@ -1,8 +1,9 @@
 """Text with supervised spans to token ids with a mask, the way generation will see it.
 
-The prompt of a supervised span is tokenised by itself, as it is when the model is asked; tokens that would straddle the seam
-never form. Where texts tokenised apart don't join (tokenizers that put a space before each text), the whole text is tokenised
-and each prompt's tokens must be its prefix; a token that straddles a seam then counts as supervised.
+The prompt of a supervised span is tokenised by itself, as it is when the model is asked; tokens that would straddle
+the seam never form. Where texts tokenised apart don't join (tokenizers that put a space before each text), the whole
+text is tokenised and each prompt's tokens must be its prefix; a token that straddles a seam then counts as
+supervised.
 """
 
 from collections.abc import Sequence

@@ -50,7 +50,23 @@ class Codec:
         _silence_length_warning(tokenizer)
 
     def ids(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+        if not text:
+            return []
+        if self._backend is not None:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._slow_ids(text)
+
+    def _slow_ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    @cached_property
+    def _backend(self) -> Any:
+        """The `tokenizers` object behind a fast tokenizer, where it gives the same ids: it costs half the time."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if not hasattr(backend, "encode") or backend.truncation is not None or backend.padding is not None:
+            return None
+        sample = " ".join(["Ab c\n\n 12,3é\t", *list(self.special_texts)[:4]])
+        return backend if backend.encode(sample, add_special_tokens=False).ids == self._slow_ids(sample) else None
 
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,0 +1,264 @@
+"""`check_data`: all of the data encoded once and counted; nothing is trained and no model weights are read."""
+
+import os
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from segtrain.data.accounting import EXAMPLES, Tally
+from segtrain.data.batches import BATCH, Batch, can_travel, count_rows
+from segtrain.data.dataset import Pipeline
+from segtrain.data.encode import Encoded
+from segtrain.data.feeds import Table
+from segtrain.data.raw import Raw
+from segtrain.data.rows import Origin, PreferenceRow, Row
+from segtrain.data.sources import Located, locate
+from segtrain.data.tokenizer import Tokenizer, load_tokenizer
+from segtrain.errors import UserError
+from segtrain.recipe import Recipe
+
+Progress: TypeAlias = Callable[[int, int | None], None]  # rows done, rows in all (None: not known)
+
+IN_PROCESS_ROWS = 10_000  # below this, starting workers costs more than it saves
+SAMPLE_SOUGHT = 50
+SAMPLE_LENGTH = 600
+
+
+@dataclass(frozen=True)
+class Reason:
+    """How many rows, and where the first of them stand."""
+
+    count: int
+    examples: list[str]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row, token by token: the text of each and whether it is supervised."""
+
+    origin: str
+    pieces: list[str]
+    supervised: list[bool]
+
+    @property
+    def tokens(self) -> list[tuple[str, bool]]:
+        return list(zip(self.pieces, self.supervised, strict=True))
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """The accounting of `segtrain check`. Lengths are tokens a row, before any limit."""
+
+    counts: dict[str, Any]
+    histogram: list[tuple[int, int, int]]  # (shortest, longest, rows), both ends included
+    percentiles: dict[str, int]
+    dropped: dict[str, Reason]
+    truncated: dict[str, Reason]
+    duplicates: dict[str, Reason]
+    split_prompts: dict[str, Reason]
+    sample: Sample | None
+    suggestions: list[str]
+
+
+def check_data(
+    recipe: Recipe,
+    loss: Literal["sft", "orpo"] | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> CheckReport:
+    """Encode every training and validation row of `recipe` and count what would be learnt of them.
+
+    `loss` says what the rows must suit (None: whatever they are). The tokenizer is loaded by its model's name unless given.
+    `workers` processes tokenise (default: one for each CPU, none for small sets).
+    Raises UserError for malformed rows, the first of them named, and where nothing is left to learn.
+    """
+    tokenizer = tokenizer or load_tokenizer(recipe.model, recipe.trust_remote_code)
+    checker = _Checker(recipe, loss, tokenizer, progress or (lambda done, total: None), workers)
+    return checker.report()
+
+
+@dataclass
+class _Seen:
+    """One part of the data (train or valid), counted."""
+
+    tally: Tally = field(default_factory=Tally)
+    digests: array = field(default_factory=lambda: array("Q"))
+    origins: list[Origin] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    fault_count: int = 0
+    truncated: list[Origin] = field(default_factory=list)
+    split_prompts: list[Origin] = field(default_factory=list)
+
+    def add(self, batch: Batch) -> None:
+        self.tally.merge(batch.tally)
+        self.digests.extend(value for value, _ in batch.digests)
+        self.origins += [origin for _, origin in batch.digests]
+        self.faults += batch.faults
+        self.fault_count += batch.fault_count
+        self.truncated += batch.truncated
+        self.split_prompts += batch.split_prompts
+
+    @property
+    def done(self) -> int:
+        return self.tally.seen + self.fault_count
+
+    def require_sound(self) -> None:
+        """Raises UserError where rows are malformed: the first in full, and where the next ones stand."""
+        if not self.faults:
+            return
+        more = f" ({self.fault_count - 1} more rows can't be read" if self.fault_count > 1 else ""
+        then = f", the next: {self.faults[1]})" if len(self.faults) > 1 else ")" if more else ""
+        raise UserError(self.faults[0] + more + then)
+
+
+class _Checker:
+    def __init__(
+        self, recipe: Recipe, loss: str | None, tokenizer: Tokenizer, progress: Progress, workers: int | None
+    ) -> None:
+        self.recipe, self.section, self.progress = recipe, recipe.data, progress
+        self.pipeline = Pipeline(recipe.data, loss, tokenizer)
+        self.workers = workers
+        self.sample: Row | None = None
+
+    def report(self) -> CheckReport:
+        located = locate(self.section, "train")
+        train = self._count(located)
+        name = ", ".join(one.name for one in located)
+        train.require_sound()
+        train.tally.require_rows(name, self.section.max_seq_length)
+        preference = isinstance(self.sample, PreferenceRow)
+        if preference:
+            train.tally.require_difference(name)
+        counts = train.tally.counts(preference)
+        duplicates = _duplicates(train)
+        counts |= self._valid(train, duplicates)
+        return CheckReport(
+            counts=counts,
+            histogram=histogram(train.tally.lengths),
+            percentiles={f"p{share}": train.tally.percentile(share / 100) for share in (50, 75, 90, 95, 99, 100)},
+            dropped={reason: Reason(n, train.tally.examples[reason]) for reason, n in train.tally.reasons.items()},
+            truncated=_reasons(self.section.on_long, train.truncated),
+            duplicates=duplicates,
+            split_prompts=_reasons("prompts of chosen and rejected differ", train.split_prompts),
+            sample=self._shown(self.sample) if self.sample else None,
+            suggestions=self._suggestions(train, duplicates, name),
+        )
+
+    def _valid(self, train: _Seen, duplicates: dict[str, Reason]) -> dict[str, Any]:
+        """Counts of the validation rows; those that are among the training rows are noted with the duplicates."""
+        located = locate(self.section, "valid")
+        if not located:
+            return {}
+        valid = self._count(located)
+        valid.require_sound()
+        valid.tally.require_rows(", ".join(one.name for one in located), self.section.max_seq_length)
+        known = set(train.digests)
+        leaked = [origin for value, origin in zip(valid.digests, valid.origins, strict=True) if value in known]
+        duplicates |= _reasons("validation rows that are training rows", leaked)
+        return {"valid_rows": valid.tally.rows, "valid_dropped": valid.tally.dropped}
+
+    def _count(self, located: list[Located]) -> _Seen:
+        seen = _Seen()
+        tables = None if self.section.streaming else [(one, one.table()) for one in located]
+        total = sum(len(table) for _, table in tables) if tables else None
+        rows = self._streamed(located) if tables is None else self._tabled(tables)
+        for batch in count_rows(self.pipeline, rows, self._workers(total)):
+            seen.add(batch)
+            self.progress(seen.done, total)
+        return seen
+
+    def _workers(self, total: int | None) -> int:
+        if self.workers is not None:
+            return self.workers
+        if (total is not None and total < IN_PROCESS_ROWS) or not can_travel(self.pipeline):
+            return 0
+        return min(16, os.cpu_count() or 1)
+
+    def _tabled(self, tables: list[tuple[Located, Any]]) -> Iterator[list[Raw]]:
+        for one, whole in tables:
+            for table in whole.tables:
+                for lo in range(0, len(table), BATCH):
+                    yield self._settled(_rows(table, lo), one)
+
+    def _streamed(self, located: list[Located]) -> Iterator[list[Raw]]:
+        for one in located:
+            source = one.in_order()
+            cursor = source.start()
+            while cursor is not None:
+                rows, cursor = source.read(cursor, BATCH)
+                yield self._settled(rows, one)
+
+    def _settled(self, rows: list[Raw], located: Located) -> list[Raw]:
+        """The same rows, after the form of each file that begins among them is settled and a sample is sought."""
+        for raw in rows:
+            if raw.origin.file not in self.pipeline.readers:
+                try:
+                    self.pipeline.settle(raw, located.source.columns)
+                except UserError:
+                    continue  # counted, with all others, where the rows are encoded
+        if self.sample is None or len(self.sample) > SAMPLE_LENGTH:
+            self._seek_sample(rows[:SAMPLE_SOUGHT])
+        return rows
+
+    def _seek_sample(self, rows: list[Raw]) -> None:
+        """Prefer a row that is short enough to be looked at, and take the shortest otherwise."""
+        for raw in rows:
+            try:
+                result = self.pipeline.encode(raw)
+            except UserError:
+                continue
+            if isinstance(result, Encoded) and (self.sample is None or len(result.row) < len(self.sample)):
+                self.sample = result.row
+            if self.sample is not None and len(self.sample) <= SAMPLE_LENGTH:
+                return
+
+    def _shown(self, row: Row) -> Sample:
+        codec = self.pipeline.encoder.codec
+        if isinstance(row, PreferenceRow):
+            tokens = [*row.prompt, *row.chosen]
+            supervised = [False] * len(row.prompt) + [True] * len(row.chosen)
+        else:
+            tokens, supervised = row.tokens, row.supervised
+        return Sample(str(row.origin), [codec.text([token]) for token in tokens], supervised)
+
+    def _suggestions(self, train: _Seen, duplicates: dict[str, Reason], name: str) -> list[str]:
+        tally, limit = train.tally, self.section.max_seq_length
+        found = tally.notices(name, limit)
+        longest = max(tally.lengths, default=0)
+        if longest > limit:
+            found.append(
+                f"max_seq_length {longest} would lose nothing; {tally.percentile(0.99)} covers 99 % of the rows"
+            )
+        elif longest <= limit // 2:
+            found.append(f"the longest row has {longest} tokens: max_seq_length {limit} is never reached")
+        found += [f"{reason.count} rows: {what}, e.g. {reason.examples[0]}" for what, reason in duplicates.items()]
+        return found
+
+
+def histogram(lengths: "array[int]") -> list[tuple[int, int, int]]:
+    """Rows by length in bins that double: (first, last, rows) for 1, 2 to 3, 4 to 7, ..."""
+    rows = Counter(length.bit_length() for length in lengths)
+    bits = range(min(rows), max(rows) + 1) if rows else range(0)
+    return [(1 << (b - 1) if b else 0, (1 << b) - 1, rows[b]) for b in bits]
+
+
+def _rows(table: Table, lo: int) -> list[Raw]:
+    return [table[number] for number in range(lo, min(lo + BATCH, len(table)))]
+
+
+def _reasons(name: str, origins: list[Origin]) -> dict[str, Reason]:
+    return {name: Reason(len(origins), [str(origin) for origin in origins[:EXAMPLES]])} if origins else {}
+
+
+def _duplicates(seen: _Seen) -> dict[str, Reason]:
+    """Rows whose tokens an earlier row has too."""
+    values = np.frombuffer(seen.digests, np.uint64) if seen.digests else np.zeros(0, np.uint64)
+    order = np.argsort(values, kind="stable")
+    again = order[1:][values[order[1:]] == values[order[:-1]]]
+    return _reasons("rows with the same tokens as an earlier one", [seen.origins[i] for i in np.sort(again)])
