@@ -14,7 +14,7 @@ CLEAR = "\r\x1b[K"
 
 @contextmanager
 def counter(noun: str, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Count]:
-    """A function of (done, total or None) that redraws `noun 1,200 of 5,000`; the line is gone when the context ends."""
+    """A function of (done, total or None) that redraws `noun 1,200 of 5,000`; the line goes when the context ends."""
     out = stream or sys.stderr
     if not out.isatty():
         yield lambda done, total: None
