@@ -9,6 +9,7 @@ One process at a time may write (the run directory's lock); reading needs none.
 """
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -189,6 +190,33 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if set(manifest.get("files", ())) != {ADAPTERS, CONFIG, OPTIMIZER}:
         raise Unreadable(f"{file} doesn't list the files of a checkpoint")
     return manifest
+
+
+def pack(found: Checkpoint) -> bytes:
+    """A checkpoint as bytes, for another process: a line of JSON, then the two safetensors files."""
+    blocks = []
+    for arrays in (found.adapters, found.optimizer):
+        buffer = io.BytesIO()
+        tensors(arrays)(buffer)
+        blocks.append(buffer.getvalue())
+    head = {"path": str(found.path), "step": found.step, "config": found.adapter_config, "state": found.state}
+    return json.dumps({**head, "adapters_bytes": len(blocks[0])}).encode() + b"\n" + b"".join(blocks)
+
+
+def unpack(data: bytes) -> Checkpoint:
+    """The checkpoint that `pack` made bytes of."""
+    line, _, rest = data.partition(b"\n")
+    head = json.loads(line)
+    length = head["adapters_bytes"]
+    adapters, optimizer = (_tensors_in(block) for block in (rest[:length], rest[length:]))
+    return Checkpoint(Path(head["path"]), head["step"], adapters, head["config"], optimizer, head["state"])
+
+
+def _tensors_in(data: bytes) -> Arrays:
+    arrays = mx.load(io.BytesIO(data), format="safetensors")
+    assert isinstance(arrays, dict)
+    mx.eval(arrays)
+    return arrays
 
 
 def _manifest(step: int, records: Mapping[str, Record], state: dict) -> dict[str, Any]:

@@ -3,15 +3,19 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 
 INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ANNOUNCEMENT = b"\nsegtrain: finishing this step and saving; the same again leaves at once\n"
 
 
 class StopRequest:
-    """While entered, catches the two signals. Outside `held` a signal raises KeyboardInterrupt, since there is nothing to save."""
+    """While entered, catches the two signals. Outside `held` a signal raises KeyboardInterrupt: nothing is to be saved.
+
+    A handler of Python's runs between two calls into mlx, so a signal waits for the segment that is being computed.
+    """
 
     def __init__(self) -> None:
         self.requested = False
@@ -42,3 +46,5 @@ class StopRequest:
         if self.requested:
             os._exit(INTERRUPTED)
         self.requested = True
+        with suppress(OSError):
+            os.write(2, ANNOUNCEMENT)  # print isn't safe in a handler

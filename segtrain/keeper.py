@@ -1,0 +1,140 @@
+"""What of a run is kept: checkpoints from which it goes on exactly, the adapter that others load, the mark of the best.
+
+Rank 0 writes and reads; the others get what it read over the exchange, so the directory need not be shared.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from segtrain import adapters, checkpoint
+from segtrain.data import Data
+from segtrain.distributed import Ranks
+from segtrain.errors import UserError
+from segtrain.events import Event, Notice, Saved
+from segtrain.fingerprint import model_fingerprint
+from segtrain.optim import Optimizer
+from segtrain.recipe import Recipe, differences
+from segtrain.rundir import RunDirectory
+from segtrain.runstate import RunState
+from segtrain.session import Session
+
+
+@dataclass
+class Keeper:
+    """Saves and restores one run; `run` is None where nothing is to be written (other ranks, a dry run)."""
+
+    recipe: Recipe
+    ranks: Ranks
+    run: RunDirectory | None
+    session: Session
+    optimizer: Optimizer
+    data: Data
+
+    def __post_init__(self) -> None:
+        self.directory = Path(self.recipe.output.dir)
+        self.model = model_fingerprint(self.session.loaded.path)
+
+    def require_same_everywhere(self) -> None:
+        """Raises UserError where a rank has another recipe, model or data than rank 0."""
+        self.ranks.require_same("the recipe", self.recipe.fingerprint())
+        self.ranks.require_same("the model", self.model)
+        self.ranks.require_same("the training data", str(self.data.train.state_dict()))
+
+    def save(self, state: RunState) -> Iterator[Event]:
+        """A checkpoint, the run's own adapter, and the pruning of old checkpoints."""
+        if self.run is None:
+            return
+        params, config = self.session.lora.values(), self._adapter_config()
+        path = checkpoint.save(
+            self.directory,
+            state.step,
+            adapters=params,
+            adapter_config=config,
+            optimizer=self.optimizer.state_dict(),
+            state=self._state(state),
+        )
+        checkpoint.write_adapters(self.directory, params, config)
+        if state.best_step == state.step:
+            self.run.set_best(path)
+        notices = checkpoint.prune(self.directory, keep=self.recipe.output.keep_checkpoints, best=state.best_step)
+        yield from (Notice(text, "warning") for text in notices)
+        yield Saved(state.step, path)
+
+    def newest(self) -> tuple[checkpoint.Checkpoint | None, list[str]]:
+        """The newest checkpoint that reads well, on every rank, and notices of those that didn't."""
+        found, notices = checkpoint.newest(self.directory) if self.ranks.writes else (None, [])
+        if self.ranks.size > 1:
+            sent = self.ranks.broadcast(checkpoint.pack(found) if found else b"")
+            found = found or (checkpoint.unpack(sent) if sent else None)
+        return found, notices
+
+    def restore(self, found: checkpoint.Checkpoint, *, force: bool) -> RunState:
+        """Take a checkpoint's place. Raises UserError where it was made with other settings (unless `force`)."""
+        if not force:
+            self._refuse_changes(found)
+        lora = self.session.lora
+        found.check({name: (tuple(value.shape), value.dtype) for name, value in lora.values().items()})
+        lora.set(found.adapters)
+        self.optimizer.load_state_dict(found.optimizer)
+        self.data.train.load_state_dict(found.state["data"])
+        state = RunState.from_json(found.state["progress"])
+        if self.run:
+            self.run.rewind(found.state["run"])
+            self._complete(found, state)
+        return state
+
+    def _complete(self, found: checkpoint.Checkpoint, state: RunState) -> None:
+        """What a kill right after the checkpoint kept from being written."""
+        assert self.run is not None
+        checkpoint.write_adapters(self.directory, found.adapters, found.adapter_config)
+        if state.best_step is not None and checkpoint.directory(self.directory, state.best_step).is_dir():
+            self.run.set_best(checkpoint.directory(self.directory, state.best_step))
+
+    def _state(self, state: RunState) -> dict[str, Any]:
+        assert self.run is not None
+        return {
+            "progress": state.as_json(),
+            "data": self.data.train.state_dict(),
+            "recipe": self.recipe.dump(),
+            "recipe_fingerprint": self.recipe.fingerprint(),
+            "model_fingerprint": self.model,
+            "rows_per_update": self._rows_per_update,
+            "run": self.run.position(),
+        }
+
+    @property
+    def _rows_per_update(self) -> int:
+        return self.recipe.train.grad_accumulation_steps * self.ranks.size
+
+    def _refuse_changes(self, found: checkpoint.Checkpoint) -> None:
+        changed = found.differing(recipe=self.recipe.fingerprint(), model=self.model)
+        details = []
+        if "model" in changed:
+            details.append(f"the weights of {self.recipe.model}")
+        if "recipe" in changed:
+            before = Recipe.from_mapping(found.state["recipe"])
+            details += differences(before, self.recipe, training_only=True)
+        rows = found.state["rows_per_update"]
+        if rows != self._rows_per_update:
+            details.append(f"rows of an update over all ranks: {rows} → {self._rows_per_update}")
+        if details:
+            raise UserError(
+                f"{found.path} was made with other settings: {'; '.join(details)}. Put them back, "
+                "or use --force to go on with the new ones"
+            )
+
+    def _adapter_config(self) -> dict[str, Any]:
+        lora = self.session.lora
+        return adapters.mlx_config(
+            self.recipe.lora,
+            model=self.recipe.model,
+            layers_total=len(self.session.stack),
+            lowest=lora.lowest,
+            keys=lora.keys,
+            rank=lora.rank,
+            scale=lora.scale,
+            dropout=lora.dropout,
+            model_type=str(self.session.loaded.config.get("model_type", "")),
+        )

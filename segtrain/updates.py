@@ -1,0 +1,175 @@
+"""Updates: the gradients of some rows, summed over accumulation and ranks, and applied once.
+
+    update = sum over rows of (gradient of the row's total loss) / sum over rows of the row's weight
+
+The weight is the number of supervised tokens for SFT and 1 a pair for ORPO. Since the sums run over rows and ranks
+alike, n ranks equal one process with n times the accumulation. Dropout masks are keyed by the row's number in the run.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias, cast
+
+import mlx.core as mx
+
+from segtrain.data.rows import PreferenceRow, Row
+from segtrain.distributed import Ranks
+from segtrain.engine import Backward, Step
+from segtrain.errors import RunFailed
+from segtrain.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE, Layout
+from segtrain.losses import Loss, LossValue
+from segtrain.optim import Optimizer, clip
+from segtrain.runstate import RunState
+from segtrain.session import Session
+
+Choose: TypeAlias = Callable[[Layout], Backward]
+
+
+@dataclass
+class Totals:
+    """Sums over rows: of losses, weights, tokens and the loss function's metrics."""
+
+    metrics: dict[str, float]
+    loss: float = 0.0
+    weight: float = 0.0
+    tokens: int = 0
+    targets: int = 0
+    rows: int = 0
+    shared_tokens: int = 0
+    shared_pairs: int = 0
+    stop: bool = False
+
+    def add(self, value: LossValue, layout: Layout) -> None:
+        self.loss += _number(value.total)
+        self.weight += _number(value.weight)
+        self.tokens += layout.tokens
+        self.targets += layout.scored
+        self.rows += 1
+        for name, metric in value.metrics.items():
+            self.metrics[name] += _number(metric)
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.weight
+
+    @property
+    def mean_metrics(self) -> dict[str, float]:
+        return {name: value / self.rows for name, value in self.metrics.items()}
+
+    def exchange(self, ranks: Ranks, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Sum these totals, and `arrays`, over the ranks; one rank's wish to stop becomes everyone's."""
+        names = sorted(self.metrics)
+        counts = [self.tokens, self.targets, self.rows, self.shared_tokens, self.shared_pairs, self.stop]
+        values = [self.loss, self.weight, *(self.metrics[name] for name in names)]
+        arrays, summed = ranks.sum(arrays, [*counts, *values])
+        self.tokens, self.targets, self.rows, self.shared_tokens, self.shared_pairs = (round(n) for n in summed[:5])
+        self.stop = summed[5] > 0
+        self.loss, self.weight = summed[6:8]
+        self.metrics = dict(zip(names, summed[8:], strict=True))
+        return arrays
+
+
+@dataclass
+class Update:
+    """One optimiser update: its totals, the gradient's norm, and whether it was applied (not where it isn't finite)."""
+
+    totals: Totals
+    grads: dict[str, mx.array] = field(default_factory=dict)
+    rows: list[tuple[int, Row]] = field(default_factory=list)  # this rank's, with their numbers in the run
+    norm: float = math.nan
+    applied: bool = False
+
+
+class Updates:
+    """Makes and applies updates from the data's next rows."""
+
+    def __init__(
+        self, session: Session, rows: Iterator[Row], choose: Choose, optimizer: Optimizer, ranks: Ranks
+    ) -> None:
+        self.session, self.rows, self.choose, self.optimizer, self.ranks = session, rows, choose, optimizer, ranks
+        self._metrics = metric_names(session.loss)
+
+    def totals(self) -> Totals:
+        return Totals(dict.fromkeys(self._metrics, 0.0))
+
+    def next(self, state: RunState, stop: Callable[[], bool]) -> Update:
+        """Take the next rows and apply their gradient; counts in `state` all but the step itself."""
+        update = Update(self.totals())
+        for _ in range(self.session.recipe.train.grad_accumulation_steps):
+            update.rows.append((state.rows + self.ranks.rank, next(self.rows)))
+            state.rows += self.ranks.size
+            self._accumulate(update, *update.rows[-1])
+        update.totals.stop = stop()
+        update.grads = update.totals.exchange(self.ranks, update.grads)
+        self._apply(update)
+        update.grads = {}
+        state.bad_steps = 0 if update.applied else state.bad_steps + 1
+        state.shared_pairs += update.totals.shared_pairs
+        return update
+
+    def _accumulate(self, update: Update, number: int, row: Row) -> None:
+        step, layout = self._step(number, row)
+        for name, grad in step.grads.items():
+            update.grads[name] = update.grads[name] + grad if name in update.grads else grad
+        mx.eval(update.grads)
+        update.totals.add(step.loss, layout)
+        if isinstance(row, PreferenceRow) and self.session.shares(row):
+            update.totals.shared_tokens += len(row.prompt)
+            update.totals.shared_pairs += 1
+
+    def _step(self, number: int, row: Row) -> tuple[Step, Layout]:
+        self.session.lora.dropout_keys.row = number
+        layout = self.session.layout(row)
+        try:
+            return self.choose(layout).step(layout), layout
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise RunFailed(
+                    f"out of memory on {row.origin} ({layout.tokens} tokens): {error}; lower data.max_seq_length or "
+                    "engine.memory_budget; `segtrain plan-segments` shows what would fit"
+                ) from error
+            raise
+
+    def _apply(self, update: Update) -> None:
+        """Clip and update the adapter, unless the loss or the gradient isn't finite."""
+        train, lora = self.session.recipe.train, self.session.lora
+        grads = {name: grad / update.totals.weight for name, grad in update.grads.items()}
+        grads, update.norm = clip(grads, train.max_grad_norm)
+        update.applied = math.isfinite(update.norm) and math.isfinite(update.totals.loss)
+        if update.applied:
+            lora.set(self.optimizer.update(lora.values(), grads))
+
+    def origins(self, update: Update) -> list[str]:
+        """Where the update's rows came from, on all ranks."""
+        return "\n".join(self.ranks.gather("\n".join(str(row.origin) for _, row in update.rows))).split("\n")
+
+    def blame(self, update: Update) -> list[str]:
+        """Where the rows came from whose own loss or gradient isn't finite (all rows where only their sum isn't).
+
+        Computes each row again, so it is for an update that failed.
+        """
+        bad = [str(row.origin) for number, row in update.rows if not _finite(self._step(number, row)[0])]
+        found = [origin for text in self.ranks.gather("\n".join(bad)) for origin in text.split("\n") if origin]
+        return found or self.origins(update)
+
+
+def metric_names(loss: Loss) -> list[str]:
+    """What a loss function reports beside its total."""
+    names = (CHOSEN, PROMPT, REJECTED, RESPONSE)
+    return sorted(loss({name: mx.array(-1.0) for name in names}, dict.fromkeys(names, 1)).metrics)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is one of the ways in which mlx says that memory is used up."""
+    text = str(error).lower()
+    words = ("out of memory", "insufficient memory", "unable to allocate", "attempting to allocate", "resource limit")
+    return isinstance(error, MemoryError) or any(word in text for word in words)
+
+
+def _finite(step: Step) -> bool:
+    return math.isfinite(clip(step.grads, None)[1]) and math.isfinite(_number(step.loss.total))
+
+
+def _number(value: mx.array | float) -> float:
+    return float(cast(float, value.item())) if isinstance(value, mx.array) else float(value)
