@@ -123,7 +123,8 @@ class Tally:
                 f"{name}: max_seq_length {limit} leaves no response tokens in {self.too_long} of {self.seen} rows, and "
                 f"no row is left ({self._reasons()}); raise it to {self.needed}, or see data.on_long"
             )
-        raise UserError(f"{name}: none of the {self.seen} rows has a supervised token ({self._reasons()})")
+        rows = "the only row has no" if self.seen == 1 else f"none of the {self.seen} rows has a"
+        raise UserError(f"{name}: {rows} supervised token ({self._reasons()})")
 
     @property
     def too_long(self) -> int:
@@ -134,7 +135,7 @@ class Tally:
         """Raises UserError where chosen and rejected are the same in every row."""
         if self.rows and self.remarks[encode.IDENTICAL] == self.rows:
             raise UserError(
-                f"{name}: chosen and rejected are identical in all {self.rows} rows, so there is nothing to prefer"
+                f"{name}: chosen and rejected are identical in every row ({self.rows}), so there is nothing to prefer"
             )
 
     def _reasons(self) -> str:
@@ -142,9 +143,10 @@ class Tally:
             f"{count} × {reason}, e.g. {self.examples[reason][0]}" for reason, count in self.reasons.most_common()
         )
 
-    def notices(self, name: str, limit: int) -> list[str]:
-        """What the user should hear once about these rows."""
-        found, of = [], f"of {self.seen} rows looked at in {name}"
+    def notices(self, name: str, limit: int, sampled: bool = False) -> list[str]:
+        """What the user should hear once about these rows, which may be a sample of more."""
+        looked = "sampled from" if sampled else "of"
+        found, of = [], f"of {self.seen:,} rows {looked} {name}"
         if self.dropped:
             fix = f"; max_seq_length {self.needed} would keep the {self.too_long} too long" if self.too_long else ""
             found.append(f"{self.dropped} {of} are left out ({self._reasons()}){fix}")

@@ -74,7 +74,7 @@ def check_data(
 ) -> CheckReport:
     """Encode every training and validation row of `recipe` and count what would be learnt of them.
 
-    `loss` says what the rows must suit (None: whatever they are). The tokenizer is loaded by its model's name unless given.
+    `loss` says what the rows must suit (None: whatever they are); the tokenizer is the model's unless it is given.
     `workers` processes tokenise (default: one for each CPU, none for small sets).
     Raises UserError for malformed rows, the first of them named, and where nothing is left to learn.
     """
@@ -143,12 +143,17 @@ class _Checker:
             histogram=histogram(train.tally.lengths),
             percentiles={f"p{share}": train.tally.percentile(share / 100) for share in (50, 75, 90, 95, 99, 100)},
             dropped={reason: Reason(n, train.tally.examples[reason]) for reason, n in train.tally.reasons.items()},
-            truncated=_reasons(self.section.on_long, train.truncated),
+            truncated=_reasons(self._cut(preference), train.truncated),
             duplicates=duplicates,
             split_prompts=_reasons("prompts of chosen and rejected differ", train.split_prompts),
             sample=self._shown(self.sample) if self.sample else None,
             suggestions=self._suggestions(train, duplicates, name),
         )
+
+    def _cut(self, preference: bool) -> str:
+        """What happens to a row that is cut."""
+        prompt = preference or self.section.on_long == "truncate_prompt"
+        return "prompt cut from the left" if prompt else "cut from the right"
 
     def _valid(self, train: _Seen, duplicates: dict[str, Reason]) -> dict[str, Any]:
         """Counts of the validation rows; those that are among the training rows are noted with the duplicates."""
@@ -237,7 +242,7 @@ class _Checker:
             )
         elif longest <= limit // 2:
             found.append(f"the longest row has {longest} tokens: max_seq_length {limit} is never reached")
-        found += [f"{reason.count} rows: {what}, e.g. {reason.examples[0]}" for what, reason in duplicates.items()]
+        found += [f"{reason.count} {what}, e.g. {reason.examples[0]}" for what, reason in duplicates.items()]
         return found
 
 

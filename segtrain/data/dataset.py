@@ -213,12 +213,11 @@ class _Opening:
         for one, source in zip(located, sources, strict=True):
             for raw in self._first_rows(one, source, max(1, SAMPLE_ROWS // len(located))):
                 tally.add(self.pipeline.encode(raw))
-        counts, _ = self._judged(tally, _names(located), tally.seen, False)
+        counts, _ = self._judged(tally, _names(located), tally.seen, True)
         window = self.section.shuffle_window
         self.notices.append(
             f"streaming: rows are shuffled in windows of {window:,}; the counts are of the first {tally.seen:,} rows"
         )
-        counts["sampled"] = True
         if located[0].source.weight is None:
             source = sources[0] if len(sources) == 1 else ChainedInOrder(sources)
             return Windowed(source, self.seed, window), counts, None
@@ -241,7 +240,7 @@ class _Opening:
         preference = self.loss == "orpo"
         if preference:
             tally.require_difference(name)
-        self.notices += tally.notices(name, limit)
+        self.notices += tally.notices(name, limit, sampled)
         counts = tally.counts(preference)
         if not sampled:
             return counts, tally.rows

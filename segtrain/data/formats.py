@@ -210,6 +210,8 @@ class _Fields:
             return [{"role": role, "content": value}]
         if isinstance(value, dict):
             return [self.message(field, value)]
+        if not isinstance(value, list):
+            raise self.error(f"{field} must be a string or a list of messages, not {kind(value)}")
         return self.messages(field)
 
     def messages(self, field: str) -> list[Message]:

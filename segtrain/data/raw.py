@@ -33,8 +33,9 @@ def parse_line(line: bytes, origin: Origin) -> dict[str, Any]:
     try:
         text = line.decode("utf-8-sig" if origin.line == 1 else "utf-8")
     except UnicodeDecodeError as error:
+        what = "this looks like UTF-16" if line[:2] in (b"\xff\xfe", b"\xfe\xff") else "not UTF-8"
         raise UserError(
-            f"{origin}: byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; save the file as UTF-8"
+            f"{origin}: byte {error.start + 1} is 0x{line[error.start]:02x}, {what}; save the file as UTF-8"
         ) from None
     try:
         value = json.loads(text)
@@ -57,7 +58,7 @@ def kind(value: Any) -> str:
 
 def _reason(error: ValueError) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
+        return f"{error.msg.removesuffix(' at')} at column {error.colno}"
     return str(error).split(";")[0]
 
 
@@ -65,6 +66,8 @@ def _hint(text: str) -> str:
     stripped = text.strip()
     if stripped.startswith("["):
         return "; a file that is one JSON array must become one object a line, e.g. `jq -c '.[]' FILE`"
+    if "\0" in stripped:
+        return "; there are NUL bytes in it, so the file was cut off or overwritten while it was written"
     if stripped == "{":
         return "; each row must be on one line, e.g. `jq -c . FILE`"
     if re.search(r",\s*[}\]]", stripped):

@@ -1,0 +1,230 @@
+"""Feeds: coverage, shuffling, and that a resumed stream equals the uninterrupted one row for row, at any cut."""
+
+import gzip
+import json
+from collections import Counter
+from itertools import islice, pairwise
+
+import pytest
+from data_toys import byte_level, recipe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from segtrain.data import open_data
+from segtrain.data.arrow import DatasetInOrder, ParquetInOrder
+from segtrain.data.feeds import Chained, ChainedInOrder, Mixed, Shuffled, Windowed
+from segtrain.data.jsonl import JsonLines, LinesInOrder
+from segtrain.data.permutation import Permutation
+from segtrain.errors import UserError
+
+TOKENIZER = byte_level("chatml")
+SIZES = {"a": 7, "b": 12, "c": 1}
+
+
+def lines(name: str, count: int) -> list[str]:
+    return [json.dumps({"text": f"{name} {i} " + "x" * (i % 3)}) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """JSONL (with blank lines), gzip, Parquet and a saved data set with the same rows."""
+    import datasets
+
+    home = tmp_path_factory.mktemp("rows")
+    for name, count in SIZES.items():
+        rows = lines(name, count)
+        (home / f"{name}.jsonl").write_text("\n\n".join(rows[:2]) + "\n" + "\n".join(rows[2:]) + "\n" * (count > 2))
+        with gzip.open(home / f"{name}.jsonl.gz", "wt") as file:
+            file.write("\n".join(rows))
+        table = datasets.Dataset.from_list([json.loads(row) for row in rows])
+        table.to_parquet(home / f"{name}.parquet", batch_size=5)
+        table.save_to_disk(home / f"{name}.saved")
+    return home
+
+
+def feeds(home, seed: int = 0) -> dict:
+    import datasets
+
+    names = sorted(SIZES)
+    jsonl = [home / f"{name}.jsonl" for name in names]
+    hub = datasets.load_dataset(
+        "json", data_files=[str(path) for path in jsonl], split="train", streaming=True, cache_dir=home
+    )
+    return {
+        "table": Shuffled(Chained([JsonLines(path) for path in jsonl]), seed),
+        "gz": Shuffled(Chained([JsonLines(home / f"{name}.jsonl.gz") for name in names]), seed),
+        "window": Windowed(LinesInOrder(jsonl), seed, 4),
+        "gz window": Windowed(LinesInOrder([home / f"{name}.jsonl.gz" for name in names]), seed, 4),
+        "one": Windowed(LinesInOrder(jsonl), seed, 1),
+        "parquet": Windowed(ParquetInOrder([home / f"{name}.parquet" for name in names]), seed, 6),
+        "chain": Windowed(ChainedInOrder([LinesInOrder(jsonl[:2]), ParquetInOrder([home / "c.parquet"])]), seed, 3),
+        "hub": Windowed(DatasetInOrder(hub, "hub"), seed, 4),
+        "mix": Mixed(
+            [Shuffled(JsonLines(jsonl[0]), seed), Windowed(LinesInOrder(jsonl[1:2]), seed, 5)], [2.0, 1.0], 19
+        ),
+    }
+
+
+def texts(feed, count: int) -> list[tuple[str, int]]:
+    return [(feed.next().value()["text"], feed.epoch) for _ in range(count)]
+
+
+KINDS = ["table", "gz", "window", "gz window", "one", "parquet", "chain", "hub", "mix"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25)
+@given(cut=st.integers(0, 70), seed=st.integers(0, 3))
+def test_a_resumed_stream_is_the_uninterrupted_one(home, kind, cut, seed):
+    whole = texts(feeds(home, seed)[kind], 90)
+    first = feeds(home, seed)[kind]
+    before = texts(first, cut)
+    state = json.loads(json.dumps(first.state_dict()))
+    second = feeds(home, seed)[kind]
+    second.load_state_dict(state)
+    assert before + texts(second, 90 - cut) == whole
+    assert before + texts(first, 90 - cut) == whole, "taking the state must not disturb the stream"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mix"])
+def test_each_epoch_has_every_row_once_in_another_order(home, kind):
+    every = sorted(json.loads(line)["text"] for name, count in SIZES.items() for line in lines(name, count))
+    feed = feeds(home)[kind]
+    epochs = [texts(feed, 20) for _ in range(4)]
+    for number, epoch in enumerate(epochs):
+        assert sorted(text for text, _ in epoch) == every
+        assert {at for _, at in epoch} == {number}
+    orders = {tuple(text for text, _ in epoch) for epoch in epochs}
+    assert len(orders) == (1 if kind == "one" else 4)
+
+
+def test_seed_0_is_a_seed_like_any_other(home):
+    orders = [tuple(texts(feeds(home, seed)["table"], 20)) for seed in (0, 0, 1, 2)]
+    assert orders[0] == orders[1]
+    assert len(set(orders)) == 3
+
+
+def test_a_mix_keeps_its_proportions_and_cycles_each_part(home):
+    taken = [text.split()[0] for text, _ in texts(feeds(home)["mix"], 300)]
+    assert Counter(taken) == {"a": 200, "b": 100}
+    assert all(abs(taken[:n].count("a") - 2 * n / 3) <= 1 for n in range(300))
+
+
+def test_a_window_shuffles_within_itself_only(home):
+    """With windows of 4, row k of the order comes from the rows of window k // 4."""
+    order = sorted(SIZES)
+    rows = [json.loads(line)["text"] for name in order for line in lines(name, SIZES[name])]
+    got = [text for text, _ in texts(feeds(home)["window"], 20)]
+    for lo in range(0, 20, 4):
+        assert sorted(got[lo : lo + 4]) == sorted(rows[lo : lo + 4])
+    assert got != rows
+
+
+def test_a_place_in_other_data_is_refused(home, tmp_path):
+    state = feeds(home)["table"].state_dict()
+    other = tmp_path / "a.jsonl"
+    other.write_text("\n".join(lines("z", 20)))
+    with pytest.raises(UserError, match="the data has changed since the checkpoint"):
+        Shuffled(Chained([JsonLines(other)]), 0).load_state_dict(state)
+    with pytest.raises(UserError, match="read in another way"):
+        feeds(home)["window"].load_state_dict(state)
+    with pytest.raises(UserError, match="shuffle_window is 4, but"):
+        feeds(home)["window"].load_state_dict(feeds(home)["window"].state_dict() | {"size": 5})
+    changed = feeds(home)["mix"].state_dict() | {"weights": [1.0, 1.0]}
+    with pytest.raises(UserError, match="weights of the mix"):
+        feeds(home)["mix"].load_state_dict(changed)
+
+
+def test_one_changed_byte_is_noticed(home, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines("a", 20)))
+    state = Shuffled(JsonLines(path), 0).state_dict()
+    path.write_text(path.read_text().replace("a 19", "b 19"))
+    with pytest.raises(UserError, match="the data has changed"):
+        Shuffled(JsonLines(path), 0).load_state_dict(state)
+
+
+@given(st.integers(1, 3000), st.integers(0, 5), st.integers(0, 5))
+def test_permutation_is_a_bijection(n, seed, epoch):
+    order = Permutation(n, seed, epoch)
+    assert sorted(order[i] for i in range(n)) == list(range(n))
+
+
+def test_permutation_is_the_same_everywhere_and_looks_random():
+    assert [Permutation(10, 0, 0)[i] for i in range(10)] == [1, 7, 6, 0, 3, 9, 4, 5, 8, 2]
+    n = 4096
+    order = [Permutation(n, 7, 1)[i] for i in range(n)]
+    assert sum(a < b for a, b in pairwise(order)) == pytest.approx(n / 2, rel=0.1)
+    mean = sum(i * value for i, value in enumerate(order)) / n  # uncorrelated: (n/2)^2
+    assert mean == pytest.approx(n * n / 4, rel=0.03)
+    epochs = [tuple(Permutation(n, 7, epoch)[i] for i in range(8)) for epoch in range(50)]
+    assert len(set(epochs)) == 50
+
+
+# TrainRows: ranks and dropped rows.
+
+
+@pytest.fixture(scope="module")
+def spotted(tmp_path_factory):
+    """40 rows, every fifth of them too long for max_seq_length 12."""
+    path = tmp_path_factory.mktemp("spotted") / "train.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": f"{i} " + "x" * (30 if i % 5 == 0 else i % 4)}) + "\n" for i in range(40))
+    )
+    return path
+
+
+def opened(path, rank=0, world=1, **more):
+    return open_data(recipe(train=str(path), max_seq_length=12, **more), "sft", TOKENIZER, rank=rank, world=world)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_ranks_take_turns_in_one_order_even_where_rows_are_dropped(spotted, streaming):
+    alone = [row.origin.line for row in islice(opened(spotted, streaming=streaming).train, 60)]
+    ranks = [opened(spotted, rank, 3, streaming=streaming).train for rank in range(3)]
+    together = [next(ranks[i % 3]).origin.line for i in range(60)]
+    assert together == alone
+    assert not {line for line in alone if (line - 1) % 5 == 0}
+    states = [rank.state_dict() for rank in ranks]
+    assert states[0] == states[1] == states[2]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_training_rows_resume_exactly_and_with_another_number_of_ranks(spotted, streaming):
+    alone = [row.origin.line for row in islice(opened(spotted, streaming=streaming).train, 70)]
+    for cut in (0, 1, 31, 32, 33, 50):
+        data = opened(spotted, streaming=streaming).train
+        before = [row.origin.line for row in islice(data, cut)]
+        state = json.loads(json.dumps(data.state_dict()))
+        pair = [opened(spotted, rank, 2, streaming=streaming).train for rank in range(2)]
+        for one in pair:
+            one.load_state_dict(state)
+        after = [next(pair[i % 2]).origin.line for i in range(70 - cut)]
+        assert before + after == alone
+
+
+def test_rows_per_epoch_and_counts_are_of_the_usable_rows(spotted):
+    data = opened(spotted)
+    assert data.rows_per_epoch == 32
+    assert {name: data.counts[name] for name in ("rows", "dropped", "longest")} == {
+        "rows": 32,
+        "dropped": 8,
+        "longest": 34,
+    }
+    first = [next(data.train) for _ in range(32)]
+    assert len({row.origin for row in first}) == 32
+    assert data.train.epoch == 0
+    next(data.train)
+    assert data.train.epoch == 1
+    assert data.counts["tokens"] == sum(map(len, first))
+    assert opened(spotted, streaming=True).rows_per_epoch is None
+
+
+def test_a_large_set_is_sampled_and_says_so(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * (20 if i % 10 == 0 else 5)}) + "\n" for i in range(3000)))
+    data = opened(path)
+    assert data.counts["sampled"] is True
+    assert data.counts["rows"] == data.rows_per_epoch == pytest.approx(2700, rel=0.05)
+    assert data.counts["tokens"] == pytest.approx(2700 * 6, rel=0.05)
+    assert data.counts["longest"] == 21
