@@ -1,14 +1,18 @@
 """A small random configuration for every model file of mlx-lm, keeping what is peculiar to the family.
 
-`CONFIGS` maps a name to its `config.json`. A name is a model file, or `file/variant`. Keys that a model file's `ModelArgs`
-does not know are ignored by mlx-lm, so `COMMON` holds what most share; windows and chunks are smaller than the tests' rows.
+`CONFIGS` maps a name to its `config.json`. A name is a model file, or `file/variant`. Keys that a model file's
+`ModelArgs` does not know are ignored by mlx-lm, so `COMMON` holds what most share; windows and chunks are smaller than
+the tests' rows.
 """
 
 import importlib
+import json
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 VOCAB = 97
 WINDOW = 5
@@ -651,9 +655,13 @@ ADD_ONE = ("gemma", "gemma2", "gemma3_text")
 
 def build(name: str, *, seed: int = 1) -> nn.Module:
     """A random float32 model for `CONFIGS[name]`, with no weight left at the zero or one it starts from."""
-    module = importlib.import_module(f"mlx_lm.models.{name.split('/')[0]}")
+    return build_config(CONFIGS[name], seed)
+
+
+def build_config(config: dict[str, Any], seed: int = 1) -> nn.Module:
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(seed)
-    model = module.Model(module.ModelArgs.from_dict(CONFIGS[name]))
+    model = module.Model(module.ModelArgs.from_dict(config))
     for path, part in model.named_modules():
         _vary(part)
         if path.endswith(("q_norm", "k_norm")) and "weight" in part:
@@ -669,3 +677,18 @@ def _vary(part: nn.Module) -> None:
                 start = 0 if type(part).__module__.endswith(ADD_ONE) else value
                 part[key] = start + 0.1 * mx.random.normal(value.shape)
             part[key] = part[key].astype(mx.float32)
+
+
+def save(name: str, directory: Path, **changes: Any) -> Path:
+    """`directory` as a model that mlx-lm loads, without a tokenizer: `config.json` with `changes`, and weights.
+
+    `changes` go into the text part too.
+    """
+    config = {**CONFIGS[name], **changes}
+    if "text_config" in config:
+        config["text_config"] = {**config["text_config"], **changes}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    parameters = dict(tree_flatten(build_config(config).parameters()))
+    mx.save_safetensors(str(directory / "model.safetensors"), parameters)
+    return directory

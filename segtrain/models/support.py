@@ -13,6 +13,9 @@ from typing import Any
 
 from segtrain.errors import UserError
 
+MLX_LM = "0.32.2"
+"""The version of mlx-lm that this was tested with."""
+
 RECURRENT = "recurrent or convolutional layers run through both responses"
 LEARNT = "positions are learnt, one for each row"
 SPARSE = "its sparse attention works on [T, T] arrays"
@@ -228,11 +231,26 @@ def refuse(config: Mapping[str, Any]) -> None:
 
 
 def as_markdown() -> str:
-    """The table in `docs/models.md`."""
+    """The table of `docs/models.md`."""
     cells = [_cells(row) for row in table()]
     head = ["model_type", "SFT", "ORPO", "shared prefix", "quantised", "LoRA on experts", "notes"]
     lines = [head, ["---"] * len(head), *cells]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def page() -> str:
+    """`docs/models.md`."""
+    rows = table()
+    supported, sharing = sum(row.sft for row in rows), sum(row.shared_prefix for row in rows)
+    return (
+        "# Supported models\n\n"
+        "Written by `python -m segtrain.models.support` from the code; "
+        f"tested with mlx-lm {MLX_LM}, each on a small random configuration.\n\n"
+        f"{supported} of {len(rows)} model types train; {sharing} of them compute a prompt once for both responses of "
+        "a preference pair (shared prefix). Others run a pair as two streams, with the same gradients. A model type "
+        "that mlx-lm runs and this table lacks is checked on a short row first, and refused if its gradients differ. "
+        "`-`: does not apply.\n\n"
+    ) + as_markdown()
 
 
 def _row(model_type: str) -> Row:
@@ -264,3 +282,7 @@ def _exists(name: str) -> bool:
     if spec is None or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", name):
         return False
     return any((Path(place) / "models" / f"{name}.py").exists() for place in spec.submodule_search_locations or ())
+
+
+if __name__ == "__main__":
+    Path("docs/models.md").write_text(page())

@@ -1,0 +1,189 @@
+"""Gradients checked with this model, on this machine: segmented against plain autodiff of mlx-lm's forward pass.
+
+The reference uses nothing of segtrain's but LoRA: the model is called with mlx-lm's caches, masks, attention and
+positions, a preference pair as two streams, all logits at once. Both run in float32 where memory allows, on the same
+random B matrices (with B = 0, as training starts, the gradient of A would vanish).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import psutil
+from mlx_lm.models.cache import make_prompt_cache
+
+from segtrain.data import PreferenceRow, Row, SupervisedRow, open_data
+from segtrain.data.rows import Origin
+from segtrain.engine import FullBackward, SegmentedBackward
+from segtrain.errors import UserError
+from segtrain.layouts import Stream
+from segtrain.lora import Lora
+from segtrain.models.load import load
+from segtrain.models.stack import LayerStack
+from segtrain.recipe import Recipe
+from segtrain.session import LossName, Session, open_session
+
+EXACT, HALF = 1e-4, 0.2  # tolerances in float32 and in 16 bits, where two exact orders of summation differ by percents
+SHORT = 256  # tokens of a row that are compared
+CANDIDATES = 32  # rows of which the shortest is taken
+
+
+@dataclass(frozen=True)
+class ModuleError:
+    """|segmented - full| / |full| of the LoRA gradients of one module."""
+
+    module: str
+    relative_error: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The errors by module, and the losses of the row in its unit (summed for SFT)."""
+
+    passed: bool
+    tolerance: float
+    rows: list[ModuleError]
+    loss_full: float
+    loss_segmented: float
+    tokens: int = 0
+    segment_size: int = 1
+    row: str = ""
+
+    @property
+    def loss_error(self) -> float:
+        return abs(self.loss_segmented - self.loss_full) / max(abs(self.loss_full), 1e-30)
+
+
+def verify_gradients(recipe: Recipe) -> VerifyReport:
+    """Compare on a short row of the recipe's data. Raises UserError for what is wrong with model or data."""
+    loaded = load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    loss, row = _short_row(recipe, loaded.tokenizer)
+    return compare(open_session(recipe, loss, loaded), row)
+
+
+def check_unproven(session: Session) -> None:
+    """Raise UserError unless a model that no test of segtrain covers gives the same gradients either way.
+
+    Uses a row of made-up tokens. The model is as before afterwards.
+    """
+    tokens = [(7 * i * i + 3 * i) % min(session.loaded.vocabulary, 1000) for i in range(48)]
+    report = compare(session, SupervisedRow(tokens, [True] * len(tokens), Origin("made-up tokens", 1)))
+    if not report.passed:
+        worst = max(report.rows, key=lambda row: row.relative_error)
+        raise UserError(
+            f"model_type {session.loaded.config.get('model_type')} is not in segtrain's table, and its segmented "
+            f"gradients differ from plain ones (by {worst.relative_error:.1e} at {worst.module}), so it isn't trained"
+        )
+
+
+def compare(session: Session, row: Row) -> VerifyReport:
+    """Segmented against full on the first tokens of `row`. The model and the adapter are as before afterwards."""
+    row = shortened(row)
+    model, lora = session.loaded.model, session.lora
+    size = session.recipe.engine.segment_size
+    size = 1 if size == "auto" else size
+    with lora.dropout_keys.disabled(), random_b(lora), widened(model):
+        segmented = SegmentedBackward(session.stack, lora, session.loss, segment_size=size).step(session.layout(row))
+        plain = FullBackward(_OwnForward(session.stack), lora, session.loss)
+        full = plain.step(replace(session, shares_prefix=False, align=1).layout(row))
+        exact = all(p.dtype != mx.bfloat16 and p.dtype != mx.float16 for _, p in _floats(model))
+    errors = module_errors(full.grads, segmented.grads)
+    loss_full, loss_segmented = float(full.loss.total), float(segmented.loss.total)
+    tolerance = EXACT if exact else HALF
+    close = abs(loss_segmented - loss_full) <= tolerance * abs(loss_full)
+    passed = close and bool(errors) and all(error.relative_error <= tolerance for error in errors)
+    return VerifyReport(passed, tolerance, errors, loss_full, loss_segmented, len(row), size, str(row.origin))
+
+
+def module_errors(full: Mapping[str, mx.array], other: Mapping[str, mx.array]) -> list[ModuleError]:
+    """Per module (a parameter's name without its last part), the norm-relative error over its parameters."""
+    squares: dict[str, list[float]] = {}
+    for name, grad in full.items():
+        difference, size = squares.setdefault(name.rpartition(".")[0], [0.0, 0.0])
+        squares[name.rpartition(".")[0]] = [difference + _square(other[name] - grad), size + _square(grad)]
+    return [ModuleError(name, (d / n) ** 0.5 if n else float(d > 0)) for name, (d, n) in squares.items()]
+
+
+def shortened(row: Row) -> Row:
+    """At most about `SHORT` tokens of a row, supervised ones among them."""
+    if isinstance(row, PreferenceRow):
+        part = SHORT // 4
+        other = row.rejected_prompt and row.rejected_prompt[-2 * part :]
+        chosen, rejected = row.chosen[:part], row.rejected[:part]
+        return replace(row, prompt=row.prompt[-2 * part :], rejected_prompt=other, chosen=chosen, rejected=rejected)
+    first = next(i for i in range(1, len(row.tokens)) if row.supervised[i])
+    lo = max(0, first - SHORT // 2)
+    return replace(row, tokens=row.tokens[lo : lo + SHORT], supervised=row.supervised[lo : lo + SHORT])
+
+
+@contextmanager
+def random_b(lora: Lora) -> Iterator[None]:
+    """LoRA's B matrices random while the block runs."""
+    before = lora.values()
+    key = mx.random.key(0)
+    try:
+        for slot in lora.slots():
+            if slot.key == "lora_b":
+                key, draw = mx.random.split(key)
+                slot.module[slot.key] = 0.02 * mx.random.normal(slot.value.shape, key=draw)
+        yield
+    finally:
+        lora.set(before)
+
+
+@contextmanager
+def widened(model: nn.Module) -> Iterator[None]:
+    """16-bit weights in float32 while the block runs, if they fit in half of memory. (Back again is exact.)"""
+    half = [(place, p.dtype) for place, p in _floats(model) if p.dtype in (mx.bfloat16, mx.float16)]
+    fits = 4 * sum(module[key].size for (module, key), _ in half) <= psutil.virtual_memory().total // 2
+    try:
+        if fits:
+            _cast([(place, mx.float32) for place, _ in half])
+        yield
+    finally:
+        _cast(half)
+
+
+class _OwnForward(LayerStack):
+    """A stack whose whole forward pass is the model's as mlx-lm runs it."""
+
+    def __init__(self, stack: LayerStack):
+        vars(self).update(vars(stack))
+
+    def whole(self, stream: Stream) -> mx.array:
+        return self.model(stream.tokens, cache=make_prompt_cache(self.model))
+
+
+def _short_row(recipe: Recipe, tokenizer: Any) -> tuple[LossName, Row]:
+    """The shortest of the first training rows, and the loss that rows of its kind are for."""
+    kinds: list[LossName] = ["orpo"] if recipe.data.format == "preference" else ["sft"]
+    if recipe.data.format == "auto":
+        kinds.append("orpo")
+    failures = []
+    for kind in kinds:
+        try:
+            return kind, min(islice(open_data(recipe, kind, tokenizer).train, CANDIDATES), key=len)
+        except UserError as error:
+            failures.append(error)
+    raise failures[0]
+
+
+def _floats(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], mx.array]]:
+    for _, module in model.named_modules():
+        for key, value in module.items():
+            if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
+                yield (module, key), value
+
+
+def _cast(places: list[tuple[tuple[nn.Module, str], mx.Dtype]]) -> None:
+    for (module, key), dtype in places:
+        module[key] = module[key].astype(dtype)
+        mx.eval(module[key])
+
+
+def _square(array: mx.array) -> float:
+    return float(mx.square(array.astype(mx.float32)).sum())

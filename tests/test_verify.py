@@ -1,0 +1,192 @@
+"""The check that users and unknown models get: it passes right gradients and fails wrong ones."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import data_toys
+import mlx.core as mx
+import pytest
+import tiny_configs
+from mlx.utils import tree_flatten
+
+from segtrain import verify
+from segtrain.data.rows import Origin, PreferenceRow, SupervisedRow
+from segtrain.errors import UserError
+from segtrain.models import support
+from segtrain.models.load import load
+from segtrain.models.stack import LayerStack
+from segtrain.models.stream_ops import StreamCache
+from segtrain.recipe import Recipe
+from segtrain.session import LossName, Session, open_session
+from segtrain.verify import check_unproven, compare, verify_gradients
+
+HERE = Origin("row", 1)
+TOKENIZER = data_toys.byte_level()
+WORDS = "the quick brown fox jumps over the lazy dog, and then the dog sleeps in the sun"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def model(name: str) -> Path:
+        if name not in made:
+            path = tmp_path_factory.mktemp("models") / name
+            changes = {"vocab_size": len(TOKENIZER), "vocab_size_per_layer_input": len(TOKENIZER)}
+            made[name] = tiny_configs.save(name, path, **changes)
+            TOKENIZER.save_pretrained(path)
+        return made[name]
+
+    return model
+
+
+def recipe(model: Path, data: Path = Path("none"), **engine: object) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": str(model),
+            "data": {"train": str(data)},
+            "lora": {"rank": 3},
+            "train": {"steps": 1},
+            "engine": engine,
+        }
+    )
+
+
+def session(model: Path, loss: LossName = "sft", **engine: object) -> Session:
+    return open_session(recipe(model, **engine), loss, load(str(model)))
+
+
+def lines(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def supervised(count: int) -> SupervisedRow:
+    return SupervisedRow([(5 * i * i + i) % 97 for i in range(count)], [i > 3 for i in range(count)], HERE)
+
+
+PAIR = PreferenceRow(list(range(5, 30)), list(range(40, 52)), list(range(60, 75)), HERE)
+
+
+def test_on_the_users_rows(models: Callable[[str], Path], tmp_path: Path):
+    data = lines(tmp_path / "rows.jsonl", {"text": WORDS * 3}, {"text": WORDS}, {"text": WORDS * 2})
+    report = verify_gradients(recipe(models("llama"), data, segment_size=2))
+    assert report.passed
+    assert report.tolerance == verify.EXACT
+    assert report.segment_size == 2
+    assert report.row.endswith("rows.jsonl:2"), "the shortest row"
+    assert len(report.rows) == 4 * 7
+    assert {row.module for row in report.rows} >= {"model.layers.0.self_attn.q_proj", "model.layers.3.mlp.down_proj"}
+    assert all(0 <= row.relative_error < 1e-5 for row in report.rows)
+    assert report.loss_error < 1e-5
+
+
+def test_preference_rows_are_found_out(models: Callable[[str], Path], tmp_path: Path):
+    data = lines(tmp_path / "rows.jsonl", {"prompt": WORDS, "chosen": "yes, the fox", "rejected": "no"})
+    report = verify_gradients(recipe(models("llama"), data))
+    assert report.passed
+    assert report.loss_full != 0
+
+
+def test_data_that_can_not_be_read(models: Callable[[str], Path], tmp_path: Path):
+    with pytest.raises(UserError):
+        verify_gradients(recipe(models("llama"), lines(tmp_path / "rows.jsonl", {"nothing": 1})))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4_text", "gemma3n", "mamba"])
+def test_right_gradients_pass_and_leave_nothing_behind(models: Callable[[str], Path], name: str):
+    opened = session(models(name))
+    before = [(k, v) for k, v in tree_flatten(opened.loaded.model.parameters()) if "coefs" not in k]
+    report = compare(opened, supervised(20))
+    assert report.passed, max(report.rows, key=lambda row: row.relative_error)
+    after = dict(tree_flatten(opened.loaded.model.parameters()))
+    assert all(mx.array_equal(value, after[key]) and value.dtype == after[key].dtype for key, value in before)
+
+
+def test_a_shared_prompt_is_compared_with_two_streams(models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
+    opened = session(models("llama"), "orpo")
+    assert len(opened.layout(PAIR).streams) == 1
+    assert compare(opened, PAIR).passed
+    monkeypatch.setattr("segtrain.layouts.Stream.runs", property(lambda self: ((0, len(self)),)))
+    assert not compare(opened, PAIR).passed, "positions of the second response not reset"
+
+
+def test_a_lost_cotangent_fails(models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
+    """Keys and values handed on without their gradient."""
+    opened = session(models("gemma4_text"))
+    handed_on = StreamCache.keys_and_values
+    opened.stack.run = without_gradient(opened.stack)  # type: ignore[method-assign]
+    report = compare(opened, supervised(20))
+    assert handed_on is StreamCache.keys_and_values
+    assert not report.passed
+    assert max(row.relative_error for row in report.rows) > 0.1
+    assert report.loss_error < 1e-5, "the loss alone does not show it"
+
+
+def without_gradient(stack: LayerStack) -> Callable:
+    run = stack.run
+
+    def cut(tape, carry, lo, hi):
+        return run(tape, {k: v if k == "h" else mx.stop_gradient(v) for k, v in carry.items()}, lo, hi)
+
+    return cut
+
+
+def test_half_precision_is_compared_in_float32(models: Callable[[str], Path]):
+    opened = session(models("qwen3"))
+    model = opened.loaded.model
+    for (module, key), value in verify._floats(model):
+        if not key.startswith("lora"):
+            module[key] = value.astype(mx.bfloat16)
+    report = compare(opened, supervised(20))
+    assert report.passed
+    assert report.tolerance == verify.EXACT
+    assert model.model.embed_tokens.weight.dtype == mx.bfloat16
+
+
+def test_half_precision_where_float32_does_not_fit(models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verify.psutil, "virtual_memory", lambda: type("Memory", (), {"total": 1000}))
+    opened = session(models("qwen3"))
+    for (module, key), value in verify._floats(opened.loaded.model):
+        if not key.startswith("lora"):
+            module[key] = value.astype(mx.bfloat16)
+    report = compare(opened, supervised(20))
+    assert report.tolerance == verify.HALF
+    assert report.passed
+
+
+def test_an_unproven_model_is_trained_if_its_gradients_agree(models: Callable[[str], Path]):
+    check_unproven(session(models("llama")))
+
+
+def test_an_unproven_model_is_refused_if_they_do_not(models: Callable[[str], Path]):
+    opened = session(models("gemma4_text"))
+    opened.stack.run = without_gradient(opened.stack)  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="gemma4_text is not in segtrain's table, and its segmented gradients differ"):
+        check_unproven(opened)
+
+
+def test_rows_are_shortened_around_what_is_supervised():
+    row = SupervisedRow(list(range(1000)), [i >= 700 for i in range(1000)], HERE)
+    short = verify.shortened(row)
+    assert isinstance(short, SupervisedRow)
+    assert short.tokens == list(range(572, 828))
+    assert short.supervised.index(True) == 128
+    pair = verify.shortened(PreferenceRow(list(range(900)), list(range(500)), list(range(10)), HERE))
+    assert isinstance(pair, PreferenceRow)
+    assert (pair.prompt[0], len(pair.prompt), len(pair.chosen), len(pair.rejected)) == (772, 128, 64, 10)
+
+
+def test_the_error_is_relative_and_per_module():
+    full = {"m.lora_a": mx.array([3.0, 0.0]), "m.lora_b": mx.array([0.0, 4.0]), "n.lora_a": mx.zeros((2,))}
+    other = {"m.lora_a": mx.array([3.0, 0.3]), "m.lora_b": mx.array([0.4, 4.0]), "n.lora_a": mx.zeros((2,))}
+    errors = {error.module: error.relative_error for error in verify.module_errors(full, other)}
+    assert errors == {"m": pytest.approx(0.5 / 5), "n": 0.0}
+    other["n.lora_a"] = mx.ones((2,))
+    assert verify.module_errors(full, other)[1].relative_error == 1
+
+
+def test_the_table_says_what_is_proven():
+    assert support.is_proven({"model_type": "llama"})
+    assert not support.is_proven({"model_type": "brand_new"})
