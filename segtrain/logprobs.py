@@ -50,7 +50,7 @@ def score(
     for rows, targets in _chunks(span, chunk):
         part = mx.take(h, rows, axis=-2)
         if units and not awaited:
-            (part,) = mx.depends([part], [units[-1]])
+            (part,) = mx.depends([part], [units[-1], total])
         logp, unit = _score_rows(logits, part, targets, gradient)
         total = total + logp
         if awaited:
