@@ -212,7 +212,7 @@ def measure_flat(options: dict[str, Any], steps: int) -> dict[str, Any]:
     backward = segtrain_backward(build_model(), options, losses.sft, no_meter)
     active = []
     for number in range(steps):
-        rows = 16 + (number * 37) % 240
+        rows = 16 + (number * 37) % 112
         layout = layouts.single(ids(rows, number), [True] * (rows + 1))
         backward.step(layout)
         del layout
