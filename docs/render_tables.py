@@ -1,6 +1,6 @@
 """Writes the measured tables of README.md and docs/ from the result files in benchmarks/results.
 
-    python docs/render_tables.py            rewrite what is between `<!-- NAME table -->` and `<!-- end of NAME table -->`
+    python docs/render_tables.py            rewrite the text between `<!-- NAME table -->` and its end mark
     python docs/render_tables.py --check    exit code 1 where a table and its result file differ
 
 No figure in a table is written by hand. A result file that is missing leaves its table as it is.
