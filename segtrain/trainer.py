@@ -175,7 +175,7 @@ class _Loop:
         )
 
     def _after_step(self, *, stopped: bool = False, saved: bool = False) -> Generator[Event, None, bool]:
-        """Evaluation and saving where they are due; whether to stop. An evaluation missed by a stop comes after resuming.
+        """Evaluation and saving where they are due; whether to stop. An evaluation missed by a stop follows on resuming.
 
         `saved`: the present state is a checkpoint already.
         """

@@ -1,0 +1,137 @@
+"""A run that stops anywhere and goes on must leave what an uninterrupted one leaves.
+
+Identical means: the bytes of adapters.safetensors, the names of the checkpoints, and every line of metrics.jsonl but for
+its readings of clocks and memory (`tiny_run.READINGS`). Here a run stops when its events are no longer asked for;
+test_faults.py kills real processes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_run
+from segtrain.errors import RunFailed, UserError
+from segtrain.events import Evaluated, Event, Notice, RunEnded, Saved, TrainStep
+from segtrain.recipe import Recipe
+from segtrain.trainer import Trainer
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("sft", {}),
+    "dropout, accumulation": ("sft", {"lora__dropout": 0.2, "train__grad_accumulation_steps": 2}),
+    "streaming": ("sft", {"data__streaming": True, "data__shuffle_window": 5, "train__steps": 8}),
+    "orpo": ("orpo", {"lora__dropout": 0.1, "train__optimizer": "muon"}),
+    "adafactor, momentum": ("sft", {"train__optimizer": "adafactor", "train__warmup_steps": 4}),
+}
+
+
+def recipe_of(folder: Path, case: str, run: str) -> tuple[Recipe, Any]:
+    loss, changes = CASES[case]
+    valid = str(folder / f"{loss}-valid.jsonl")
+    options = {"data__valid": valid, "output__eval_every": 3, "output__keep_checkpoints": 2, **changes}
+    return tiny_run.recipe(folder, loss, output__dir=str(folder / run), **options), loss
+
+
+def train(recipe: Recipe, loss: Any, stop_after: int | None = None, kind: type = TrainStep, **flags: bool) -> list[Event]:
+    """The events of a run, given up after the first of `kind` at step `stop_after`."""
+    seen: list[Event] = []
+    events = Trainer(recipe, loss, **flags).events()
+    for event in events:
+        seen.append(event)
+        if stop_after is not None and isinstance(event, kind) and getattr(event, "step", 0) >= stop_after:
+            break
+    events.close()  # type: ignore[attr-defined]
+    return seen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[str, Any]:
+    """What each case leaves without interruption."""
+    results = {}
+    for case in CASES:
+        recipe, loss = recipe_of(folder, case, f"whole {case}")
+        train(recipe, loss)
+        results[case] = tiny_run.result(Path(recipe.output.dir))
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stops", [(1,), (2, 5), (3, 4)])
+def test_resumed_equals_uninterrupted(folder: Path, whole: dict[str, Any], case: str, stops: tuple[int, ...]) -> None:
+    recipe, loss = recipe_of(folder, case, f"{case} {stops}")
+    for step in stops:
+        train(recipe, loss, step, resume=step != stops[0])
+    events = train(recipe, loss, resume=True)
+    assert isinstance(events[-1], RunEnded)
+    assert tiny_run.result(Path(recipe.output.dir)) == whole[case]
+
+
+@pytest.mark.parametrize("kind", [Evaluated, Saved])
+def test_stopped_between_evaluation_and_save(folder: Path, whole: dict[str, Any], kind: type) -> None:
+    recipe, loss = recipe_of(folder, "sft", f"after {kind.__name__}")
+    train(recipe, loss, 3, kind)
+    train(recipe, loss, resume=True)
+    assert tiny_run.result(Path(recipe.output.dir)) == whole["sft"]
+
+
+def test_the_comparison_notices_a_lost_place(folder: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a resume that forgets the data's place ends elsewhere."""
+    recipe, loss = recipe_of(folder, "sft", "forgetful")
+    train(recipe, loss, 3)
+    monkeypatch.setattr("segtrain.data.dataset.TrainRows.load_state_dict", lambda self, state: None)
+    train(recipe, loss, resume=True)
+    adapter, lines, _ = tiny_run.result(Path(recipe.output.dir))
+    assert adapter != whole["sft"][0]
+    assert lines != whole["sft"][1]
+
+
+def test_resume_of_a_finished_run_says_so(folder: Path, whole: dict[str, Any]) -> None:
+    recipe, loss = recipe_of(folder, "sft", "whole sft")
+    events = train(recipe, loss, resume=True)
+    assert any(isinstance(event, Notice) and "finished already" in event.text for event in events)
+    assert isinstance(events[-1], RunEnded)
+    assert events[-1].reason == "done"
+    assert not any(isinstance(event, TrainStep) for event in events)
+
+
+def test_resume_without_a_checkpoint_starts(folder: Path) -> None:
+    recipe, loss = recipe_of(folder, "sft", "nothing yet")
+    events = train(recipe, loss, 1, resume=True)
+    assert any(isinstance(event, Notice) and "starting from step 0" in event.text for event in events)
+    assert isinstance(events[-1], TrainStep)
+    assert events[-1].step == 1
+
+
+def test_a_changed_recipe_needs_force(folder: Path) -> None:
+    recipe, loss = recipe_of(folder, "sft", "changed")
+    train(recipe, loss, 2, Saved)
+    path = str(folder / "changed")
+    changed = tiny_run.recipe(folder, output__dir=path, train__learning_rate=0.5, engine__segment_size=2)
+    with pytest.raises(UserError, match=r"train\.learning_rate: 0\.01 → 0\.5.*--force") as error:
+        train(changed, loss, resume=True)
+    assert "segment_size" not in str(error.value)  # it doesn't change what is learnt
+    events = train(changed, loss, resume=True, force=True)
+    steps = [event.step for event in events if isinstance(event, TrainStep)]
+    assert steps[0] == 3
+
+
+def test_another_number_of_layers_is_refused(folder: Path) -> None:
+    recipe, loss = recipe_of(folder, "sft", "layers")
+    train(recipe, loss, 2, Saved)
+    other = tiny_run.recipe(folder, output__dir=str(folder / "layers"), lora__layers=1)
+    with pytest.raises((UserError, RunFailed), match=r"lora\.layers"):
+        train(other, loss, resume=True)
+
+
+def test_changed_data_is_refused(folder: Path) -> None:
+    data = tiny_run.completions(folder / "moving.jsonl")
+    recipe = tiny_run.recipe(folder, output__dir=str(folder / "moved"), data__train=str(data))
+    train(recipe, "sft", 2, Saved)
+    tiny_run.completions(data, rows=13)
+    with pytest.raises(UserError, match="data has changed"):
+        train(recipe, "sft", resume=True)
