@@ -1,9 +1,12 @@
 """Counting a data set: rows, tokens, what is learnt, what is cut or left out and why."""
 
+import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from segtrain.data import encode
 from segtrain.data.encode import NO_TARGETS_LEFT, RESPONSE_TOO_LONG, TOO_LONG, Dropped, Encoded
@@ -30,6 +33,8 @@ class Tally:
     supervised: int = 0
     truncated: int = 0
     prompt_tokens: int = 0
+    pair_tokens: int = 0  # of both branches of preference rows
+    shared_tokens: int = 0  # computed once instead of twice
     fallbacks: int = 0
     lengths: "array[int]" = field(default_factory=lambda: array("q"))
     reasons: Counter[str] = field(default_factory=Counter)
@@ -45,7 +50,16 @@ class Tally:
 
     def merge(self, other: "Tally") -> None:
         """Add the counts of the rows that follow."""
-        for name in ("rows", "tokens", "supervised", "truncated", "prompt_tokens", "fallbacks"):
+        for name in (
+            "rows",
+            "tokens",
+            "supervised",
+            "truncated",
+            "prompt_tokens",
+            "pair_tokens",
+            "shared_tokens",
+            "fallbacks",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.lengths += other.lengths
         self.reasons += other.reasons
@@ -73,7 +87,11 @@ class Tally:
         self.remarks.update(encoded.remarks)
         if isinstance(row, PreferenceRow):
             self.prompt_tokens += len(row.prompt)
-            self.fallbacks += row.rejected_prompt is not None
+            self.pair_tokens += len(row.prompt) + len(row.rejected_prompt or row.prompt) + row.targets
+            if row.rejected_prompt is None:
+                self.shared_tokens += len(row.prompt)
+            else:
+                self.fallbacks += 1
 
     @property
     def dropped(self) -> int:
@@ -87,8 +105,8 @@ class Tally:
         """The length that `share` of the rows don't exceed (nearest rank)."""
         if not self.lengths:
             return 0
-        ordered = sorted(self.lengths)
-        return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+        rank = max(1, math.ceil(share * len(self.lengths)))
+        return int(np.partition(np.frombuffer(self.lengths, np.int64), rank - 1)[rank - 1])
 
     def counts(self, preference: bool) -> dict[str, Any]:
         """Flat, for metrics.jsonl and the terminal."""
@@ -109,6 +127,7 @@ class Tally:
                 "identical": self.remarks[encode.IDENTICAL],
                 "fallbacks": self.fallbacks,
                 "prompt_tokens": self.prompt_tokens,
+                "shared_share": round(self.shared_tokens / max(1, self.pair_tokens), 3),
             }
         return found
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -28,10 +29,11 @@ AHEAD = 4  # batches in flight for each worker
 
 @dataclass
 class Batch:
-    """What one batch of rows amounts to. `digests` has one entry for each kept row, with where it stands."""
+    """What one batch of rows amounts to. `digests` has one entry for each kept row, `places` says where it stands."""
 
     tally: Tally = field(default_factory=Tally)
-    digests: list[tuple[int, Origin]] = field(default_factory=list)
+    digests: "array[int]" = field(default_factory=lambda: array("Q"))
+    places: list[Origin] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     fault_count: int = 0
     truncated: list[Origin] = field(default_factory=list)
@@ -52,7 +54,8 @@ def count_batch(pipeline: Pipeline, rows: list[Raw]) -> Batch:
         batch.tally.add(result)
         if isinstance(result, Dropped):
             continue
-        batch.digests.append((digest(result.row), raw.origin))
+        batch.digests.append(digest(result.row))
+        batch.places.append(raw.origin)
         if result.truncated:
             batch.truncated.append(raw.origin)
         if isinstance(result.row, PreferenceRow) and result.row.rejected_prompt is not None:
@@ -63,7 +66,11 @@ def count_batch(pipeline: Pipeline, rows: list[Raw]) -> Batch:
 def digest(row: Row) -> int:
     """64 bits that tell rows with different tokens apart."""
     parts = [row.prompt, row.chosen, row.rejected] if isinstance(row, PreferenceRow) else [row.tokens]
-    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+    hasher = blake2b(digest_size=8)
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(array("q", part).tobytes())
+    return int.from_bytes(hasher.digest(), "little")
 
 
 def count_rows(pipeline: Pipeline, rows: Iterable[list[Raw]], workers: int) -> Iterator[Batch]:

@@ -24,6 +24,7 @@ from segtrain.recipe import Recipe
 Progress: TypeAlias = Callable[[int, int | None], None]  # rows done, rows in all (None: not known)
 
 IN_PROCESS_ROWS = 10_000  # below this, starting workers costs more than it saves
+STREAMED_ROWS = 100_000  # a stream may have no end
 SAMPLE_SOUGHT = 50
 SAMPLE_LENGTH = 600
 
@@ -83,13 +84,31 @@ def check_data(
     return checker.report()
 
 
+class Places:
+    """Origins of many rows, 12 bytes each."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, int] = {}
+        self._file, self._line = array("I"), array("q")
+
+    def append(self, origin: Origin) -> None:
+        self._file.append(self._files.setdefault(origin.file, len(self._files)))
+        self._line.append(origin.line)
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __getitem__(self, number: int) -> Origin:
+        return Origin(list(self._files)[self._file[number]], self._line[number])
+
+
 @dataclass
 class _Seen:
     """One part of the data (train or valid), counted."""
 
     tally: Tally = field(default_factory=Tally)
-    digests: array = field(default_factory=lambda: array("Q"))
-    origins: list[Origin] = field(default_factory=list)
+    digests: "array[int]" = field(default_factory=lambda: array("Q"))
+    places: "Places" = field(default_factory=lambda: Places())
     faults: list[str] = field(default_factory=list)
     fault_count: int = 0
     truncated: list[Origin] = field(default_factory=list)
@@ -97,8 +116,9 @@ class _Seen:
 
     def add(self, batch: Batch) -> None:
         self.tally.merge(batch.tally)
-        self.digests.extend(value for value, _ in batch.digests)
-        self.origins += [origin for _, origin in batch.digests]
+        self.digests += batch.digests
+        for origin in batch.places:
+            self.places.append(origin)
         self.faults += batch.faults
         self.fault_count += batch.fault_count
         self.truncated += batch.truncated
@@ -125,6 +145,8 @@ class _Checker:
         self.pipeline = Pipeline(recipe.data, loss, tokenizer)
         self.workers = workers
         self.sample: Row | None = None
+        self.sought = 0
+        self.notes: list[str] = []
 
     def report(self) -> CheckReport:
         located = locate(self.section, "train")
@@ -163,8 +185,8 @@ class _Checker:
         valid = self._count(located)
         valid.require_sound()
         valid.tally.require_rows(", ".join(one.name for one in located), self.section.max_seq_length)
-        known = set(train.digests)
-        leaked = [origin for value, origin in zip(valid.digests, valid.origins, strict=True) if value in known]
+        known = np.isin(_array(valid.digests), _array(train.digests))
+        leaked = [valid.places[int(number)] for number in np.flatnonzero(known)]
         duplicates |= _reasons("validation rows that are training rows", leaked)
         return {"valid_rows": valid.tally.rows, "valid_dropped": valid.tally.dropped}
 
@@ -193,11 +215,16 @@ class _Checker:
 
     def _streamed(self, located: list[Located]) -> Iterator[list[Raw]]:
         for one in located:
-            source = one.in_order()
+            source, left = one.in_order(), STREAMED_ROWS
             cursor = source.start()
-            while cursor is not None:
-                rows, cursor = source.read(cursor, BATCH)
+            while cursor is not None and left > 0:
+                rows, cursor = source.read(cursor, min(BATCH, left))
+                left -= len(rows)
                 yield self._settled(rows, one)
+            if cursor is not None:
+                self.notes.append(
+                    f"only the first {STREAMED_ROWS:,} rows of {one.name} were read, since streaming is on"
+                )
 
     def _settled(self, rows: list[Raw], located: Located) -> list[Raw]:
         """The same rows, after the form of each file that begins among them is settled and a sample is sought."""
@@ -207,21 +234,21 @@ class _Checker:
                     self.pipeline.settle(raw, located.source.columns)
                 except UserError:
                     continue  # counted, with all others, where the rows are encoded
-        if self.sample is None or len(self.sample) > SAMPLE_LENGTH:
-            self._seek_sample(rows[:SAMPLE_SOUGHT])
+        self._seek_sample(rows)
         return rows
 
     def _seek_sample(self, rows: list[Raw]) -> None:
-        """Prefer a row that is short enough to be looked at, and take the shortest otherwise."""
+        """Of the first rows, prefer one that is short enough to be looked at, and take the shortest otherwise."""
         for raw in rows:
+            if self.sample is not None and (len(self.sample) <= SAMPLE_LENGTH or self.sought >= SAMPLE_SOUGHT):
+                return
+            self.sought += 1
             try:
                 result = self.pipeline.encode(raw)
             except UserError:
                 continue
             if isinstance(result, Encoded) and (self.sample is None or len(result.row) < len(self.sample)):
                 self.sample = result.row
-            if self.sample is not None and len(self.sample) <= SAMPLE_LENGTH:
-                return
 
     def _shown(self, row: Row) -> Sample:
         codec = self.pipeline.encoder.codec
@@ -234,7 +261,7 @@ class _Checker:
 
     def _suggestions(self, train: _Seen, duplicates: dict[str, Reason], name: str) -> list[str]:
         tally, limit = train.tally, self.section.max_seq_length
-        found = tally.notices(name, limit)
+        found = self.notes + tally.notices(name, limit)
         longest = max(tally.lengths, default=0)
         if longest > limit:
             found.append(
@@ -263,7 +290,11 @@ def _reasons(name: str, origins: list[Origin]) -> dict[str, Reason]:
 
 def _duplicates(seen: _Seen) -> dict[str, Reason]:
     """Rows whose tokens an earlier row has too."""
-    values = np.frombuffer(seen.digests, np.uint64) if seen.digests else np.zeros(0, np.uint64)
+    values = _array(seen.digests)
     order = np.argsort(values, kind="stable")
     again = order[1:][values[order[1:]] == values[order[:-1]]]
-    return _reasons("rows with the same tokens as an earlier one", [seen.origins[i] for i in np.sort(again)])
+    return _reasons("rows with the same tokens as an earlier one", [seen.places[int(i)] for i in np.sort(again)])
+
+
+def _array(digests: "array[int]") -> np.ndarray:
+    return np.frombuffer(digests, np.uint64) if digests else np.zeros(0, np.uint64)

@@ -245,7 +245,7 @@ class _Opening:
         if not sampled:
             return counts, tally.rows
         factor = rows / tally.seen
-        for key in counts.keys() - {"median", "p95", "longest"}:
+        for key in counts.keys() - {"median", "p95", "longest", "shared_share"}:
             counts[key] = round(counts[key] * factor)
         return {**counts, "sampled": True}, counts["rows"]
 

@@ -62,7 +62,7 @@ class Codec:
     @cached_property
     def _backend(self) -> Any:
         """The `tokenizers` object behind a fast tokenizer, where it gives the same ids: it costs half the time."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)
         if not hasattr(backend, "encode") or backend.truncation is not None or backend.padding is not None:
             return None
         sample = " ".join(["Ab c\n\n 12,3é\t", *list(self.special_texts)[:4]])
