@@ -59,7 +59,7 @@ class Session:
 
     def backward(self, plan: Plan, meter: Meter = no_meter) -> Backward:
         if plan.backward == "full":
-            return FullBackward(self.stack, self.lora, self.loss, meter=meter)
+            return FullBackward(self.stack, self.lora, self.loss, compiled=plan.compiled, meter=meter)
         return SegmentedBackward(
             self.stack,
             self.lora,
@@ -69,6 +69,7 @@ class Session:
             keep=plan.keep,
             stride=plan.stride,
             lookahead=plan.lookahead,
+            compiled=plan.compiled,
             meter=meter,
         )
 

@@ -6,12 +6,35 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import psutil
 
 from segtrain.events import Memory
 
 GIB = 2**30
 _process = psutil.Process()
+
+
+def frozen_bytes(model: nn.Module) -> int:
+    """Of all arrays that a model holds but the LoRA parameters; each counts once, however many places hold it."""
+    found = {}
+    for _, module in model.named_modules():
+        for key, value in module.items():
+            if isinstance(value, mx.array) and key not in ("lora_a", "lora_b"):
+                found[id(value)] = value.nbytes
+    return sum(found.values())
+
+
+def recommended_bytes() -> int:
+    """What the device recommends as working set; 0 where it says nothing (no Metal)."""
+    info = mx.device_info()
+    return int(info.get("max_recommended_working_set_size") or 0)
+
+
+def set_limits(memory: int, cache: int) -> None:
+    """Above `memory` bytes an allocation waits for running work; freed buffers beyond `cache` bytes are given back."""
+    mx.set_memory_limit(memory)
+    mx.set_cache_limit(cache)
 
 
 class Meter:

@@ -6,9 +6,11 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Plan:
-    """The engine's settings for rows up to some length, and the peak that they should give (bytes; None: not estimated).
+    """The engine's settings for rows up to some length; `peak_bytes` is what they should give (None: not estimated).
 
-    `dequantize`: each segment's quantised weights are expanded once to a dense copy, for as long as the segment runs.
+    `mlp_rows`: tokens that a layer's MLP is differentiated for at a time (None: all). `dequantize`: each segment's
+    quantised weights are expanded once to a dense copy, for as long as the segment runs. `compiled`: like segments
+    share one traced graph.
     """
 
     backward: Literal["segmented", "full"]
@@ -17,7 +19,9 @@ class Plan:
     keep: int = 0
     stride: int = 1
     lookahead: int = 0
+    mlp_rows: int | None = None
     dequantize: bool = False
+    compiled: bool = False
     peak_bytes: int | None = None
 
     def as_json(self) -> dict[str, Any]:

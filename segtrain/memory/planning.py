@@ -1,39 +1,205 @@
-"""From the recipe and the device to the plan that each row runs by."""
+"""The plan of each row, chosen by estimate and held against what is measured.
 
+The planner chooses a plan for the data set's longest row when the run begins, and refuses a run whose rows can't fit.
+Shorter rows get the plan that is fastest at their length. The allocator's limits follow from the budget: over the limit
+it waits for running work instead of growing, and its cache never takes what a long row needs.
+"""
+
+import math
+from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from segtrain import attention, losses
 from segtrain.engine import Backward
-from segtrain.events import Event, PlanChosen
+from segtrain.errors import RunFailed
+from segtrain.events import Event, Memory, Notice, PlanChosen
 from segtrain.layouts import Layout
-from segtrain.logprobs import chunk_rows
-from segtrain.memory.meter import Meter
+from segtrain.memory import choices, rows, shapes
+from segtrain.memory.backends import BACKENDS, Backend
+from segtrain.memory.choose import Chooser, Option, longest
+from segtrain.memory.device import MARGIN, default_budget
+from segtrain.memory.meter import GIB, Meter, frozen_bytes, recommended_bytes, set_limits
 from segtrain.memory.plan import Plan
+from segtrain.memory.rows import RowShape
 from segtrain.session import Session
+
+BUCKETS = 8  # lengths are rounded up to an eighth of a power of two, so that plans (and traces) are few
+CREEP_STEPS, CREEP_SHARE, CREEP_BYTES = 20, 0.01, 16 << 20
+
+
+class Reads(Protocol):
+    """What `after_step` needs of a meter."""
+
+    def memory(self) -> Memory: ...
+
+
+@dataclass
+class Watch:
+    """Predicted against measured: after the first step, and at each longest row so far."""
+
+    predicted: int = 0
+    tokens: int = 0
+    longest: int = 0
+
+    def note(self, peak: int, tokens: int) -> None:
+        """Count one row of the step at hand: its predicted peak in bytes, and its length."""
+        self.predicted, self.tokens = max(self.predicted, peak), max(self.tokens, tokens)
+
+    def report(self, measured_gib: float) -> Notice | None:
+        predicted, tokens = self.predicted / GIB, self.tokens
+        self.predicted = self.tokens = 0
+        if tokens <= self.longest or not predicted:
+            return None
+        self.longest = tokens
+        error = measured_gib / predicted - 1
+        text = f"memory at {tokens:,} tokens: predicted {_gib(predicted)}, measured {_gib(measured_gib)} ({error:+.0%})"
+        return Notice(text, "warning" if error > 0.15 else "info")
+
+
+class Creep:
+    """Active memory after each step; a rise that never falls back over `CREEP_STEPS` steps is a leak."""
+
+    def __init__(self) -> None:
+        self._seen: deque[float] = deque(maxlen=CREEP_STEPS)
+
+    def check(self, active_gib: float) -> Notice | None:
+        """A warning once a whole window only rose; the next one needs a new window."""
+        self._seen.append(active_gib)
+        if len(self._seen) < CREEP_STEPS:
+            return None
+        seen, quarter = list(self._seen), CREEP_STEPS // 4
+        rise = min(seen[-quarter:]) - max(seen[:quarter])
+        if rise <= max(CREEP_SHARE * seen[0], CREEP_BYTES / GIB):
+            return None
+        self._seen.clear()
+        return Notice(
+            f"memory creeps: {seen[0]:.3f} GiB in use {CREEP_STEPS} steps ago, {seen[-1]:.3f} GiB now "
+            f"({1024 * (seen[-1] - seen[0]) / (CREEP_STEPS - 1):.1f} MiB a step); the run would outgrow its budget",
+            "warning",
+        )
 
 
 class Planner:
-    """Chooses a plan and hands out the backward pass that runs it."""
+    """Chooses plans and hands out the backward passes that run them."""
 
-    def __init__(self, session: Session, meter: Meter):
+    def __init__(self, session: Session, meter: Meter, backend: Backend | None = None):
         self.session, self.meter = session, meter
+        self.backend = backend or BACKENDS[attention.backend().name]  # type: ignore[index]
         engine = session.recipe.engine
-        size = 1 if engine.segment_size == "auto" else engine.segment_size
-        vocabulary = int(session.loaded.config.get("vocab_size") or 128_000)
-        self.plan = Plan(
-            "full" if engine.backward == "full" else "segmented",
-            segment_size=size,
-            head_chunk=chunk_rows(vocabulary) if engine.head_chunk == "auto" else engine.head_chunk,
-            keep=0 if engine.keep_layers == "auto" else engine.keep_layers,
-            lookahead=0 if engine.lookahead == "auto" else engine.lookahead,
-        )
-        self._backward = session.backward(self.plan, meter)
+        self.budget = engine.budget_bytes or _device_budget(self.backend)
+        self.chooser = _chooser(session, self.backend)
+        self.watch, self.creep = Watch(), Creep()
+        self.notices: list[Notice] = []
+        self._options: dict[RowShape, Option] = {}
+        self._backwards: dict[Plan, Backward] = {}
+        self.prompt_share = choices.PROMPT_SHARE
+        self.plan = self._option(self._row(session.recipe.data.max_seq_length), strict=False).plan
 
     def announce(self, counts: Mapping[str, Any]) -> Iterator[Event]:
-        yield PlanChosen(self.plan.as_json())
+        """The plan of the longest row that the data have. Raises RunFailed where none fits."""
+        limit = self.session.recipe.data.max_seq_length
+        length = min(limit, int(counts.get("longest") or limit))
+        if counts.get("prompt_tokens"):
+            self.prompt_share = min(0.99, counts["prompt_tokens"] / max(1, counts["tokens"]))
+        option = self._option(self._row(max(2, length)), strict=True)
+        self.plan = option.plan
+        set_limits(self.budget, max(self.budget - option.peak, self.budget // 16))
+        yield PlanChosen({**option.plan.as_json(), "budget_gib": round(self.budget / GIB, 4), "row_tokens": length})
+        yield from self._drain()
 
     def backward(self, layout: Layout) -> Backward:
-        return self._backward
+        """How to run this row. Raises RunFailed where no plan for it fits the budget."""
+        row = rows.of_layout(layout)
+        plan = self._option(_bucketed(row), strict=True, exact=row).plan
+        self.watch.note(self.chooser.estimator.peak(row, plan).bytes, max(row.streams))
+        self.session.stack.mlp_rows, self.session.stack.dequantize = plan.mlp_rows, plan.dequantize
+        if plan not in self._backwards:
+            self._backwards[plan] = self.session.backward(plan, self.meter)
+        return self._backwards[plan]
 
-    def after_step(self, step: int, meter: Meter) -> Iterator[Event]:
-        yield from ()
+    def after_step(self, step: int, meter: Reads) -> Iterator[Event]:
+        memory = meter.memory()
+        for notice in (self.watch.report(memory.peak_gib), self.creep.check(memory.active_gib)):
+            if notice is not None:
+                yield notice
+        yield from self._drain()
+
+    def _drain(self) -> Iterator[Event]:
+        yield from self.notices
+        self.notices.clear()
+
+    def _option(self, row: RowShape, *, strict: bool, exact: RowShape | None = None) -> Option:
+        """The option for rows up to `row`; where that doesn't fit, for the `exact` one."""
+        if row not in self._options:
+            found = self.chooser.fastest(row, self.budget) or self._smaller(row)
+            if found is None and exact not in (None, row):
+                return self._option(exact, strict=strict)  # type: ignore[arg-type]
+            if found is None and strict:
+                raise RunFailed(self._refusal(row))
+            if found is None:
+                return self.chooser.leanest(row)
+            self._options[row] = found
+        return self._options[row]
+
+    def _smaller(self, row: RowShape) -> Option | None:
+        """A plan for one row that fits although the recipe's segment size doesn't."""
+        found = self.chooser.relaxed().fastest(row, self.budget)
+        if found:
+            self.notices.append(
+                Notice(
+                    f"rows of {max(row.streams):,} tokens don't fit as the recipe's engine says; they run with "
+                    f"segment_size {found.plan.segment_size}, head_chunk {found.plan.head_chunk} and keep_layers "
+                    f"{found.plan.keep}"
+                )
+            )
+        return found
+
+    def _refusal(self, row: RowShape) -> str:
+        chooser = self.chooser.relaxed()
+        need = chooser.leanest(row).peak
+        far = longest(lambda length: chooser.leanest(self._row(length)).peak <= self.budget, max(row.streams))
+        fix = f"set data.max_seq_length to {far}, or " if far else ""
+        return (
+            f"a row of {max(row.streams):,} tokens needs {_gib(need / GIB)} and the budget is {_gib(self.budget / GIB)}; "
+            f"{fix}raise engine.memory_budget to {math.ceil(need / 1e6)}MB"
+        )
+
+    def _row(self, length: int) -> RowShape:
+        row = choices.row_of(
+            length,
+            preference=self.session.loss is not losses.sft,
+            shared=self.session.shares_prefix,
+            prompt_share=self.prompt_share,
+        )
+        return choices.aligned(row, self.backend)
+
+
+def _device_budget(backend: Backend) -> int:
+    recommended = recommended_bytes()
+    return int(MARGIN * recommended) if recommended else default_budget(backend)
+
+
+def _chooser(session: Session, backend: Backend) -> Chooser:
+    """The estimate for the model that is loaded: its weights are in memory, so their size is known."""
+    model = shapes.read(session.loaded.config)
+    return choices.chooser(model, backend, session.recipe, resident=frozen_bytes(session.loaded.model))
+
+
+def _bucketed(row: RowShape) -> RowShape:
+    """The row with all its numbers rounded up, to at most an eighth more."""
+    return RowShape(
+        tuple(map(_up, row.streams)),
+        tuple(tuple(map(_up, spans)) for spans in row.scored),
+        tuple(map(_up, row.branches)),
+    )
+
+
+def _up(count: int) -> int:
+    unit = max(1, (1 << max(0, count - 1).bit_length()) // (2 * BUCKETS))
+    return -(-count // unit) * unit
+
+
+def _gib(amount: float) -> str:
+    return f"{amount:.2f} GiB" if amount >= 1 else f"{1024 * amount:.0f} MiB"

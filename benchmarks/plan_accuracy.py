@@ -1,0 +1,265 @@
+"""Predicted against measured peak memory, over families, segment sizes, lengths, dtypes and layouts, on this machine.
+
+    python benchmarks/plan_accuracy.py                      every case, one process each
+    python benchmarks/plan_accuracy.py --only llama bfloat16 --out mine.jsonl
+    python benchmarks/plan_accuracy.py --compare            the kept measurements against today's estimate; draws the picture
+
+A case is a small random model of a real family, a row, a dtype and the engine's settings. `measured_mb` is the highest
+`mx.get_peak_memory` of one step, the model included (the process had allocated nothing before it), in MiB; an AdamW
+state exists, as in any step but a run's first. `phases` are the highest peaks of each kind of phase.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+MIB = 2**20
+OUT = Path(__file__).parent / "results" / "plan_accuracy.jsonl"
+COMMON = {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_theta": 10000.0}
+SLIDING, FULL = "sliding_attention", "full_attention"
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8192, "tie_word_embeddings": False,
+    },
+    "qwen3": {
+        "model_type": "qwen3", "hidden_size": 320, "num_hidden_layers": 6, "intermediate_size": 1024,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 12000,
+        "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 16000,
+        "query_pre_attn_scalar": 64, "sliding_window": 256, "sliding_window_pattern": 3, "rope_local_base_freq": 1e4,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8192,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "norm_topk_prob": True, "tie_word_embeddings": False,
+    },
+    "gemma4": {
+        "model_type": "gemma4_text", "hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "global_head_dim": 128,
+        "vocab_size": 8192, "vocab_size_per_layer_input": 8192, "hidden_size_per_layer_input": 32,
+        "num_kv_shared_layers": 4, "sliding_window": 256, "layer_types": [SLIDING, SLIDING, SLIDING, FULL] * 2,
+        "rope_theta": None, "tie_word_embeddings": True,
+    },
+    "lfm2": {
+        "model_type": "lfm2", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 8192, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3,
+        "block_dim": 256, "block_ff_dim": 768, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False, "full_attn_idxs": [2, 5],
+    },
+}  # fmt: skip
+
+
+def sft(length: int) -> dict[str, Any]:
+    return {"layout": "sft", "length": length}
+
+
+def preference(layout: str, prompt: int, response: int) -> dict[str, Any]:
+    return {"layout": layout, "prompt": prompt, "chosen": response, "rejected": response}
+
+
+def cases() -> list[dict[str, Any]]:
+    """Family, dtype (`4bit`: bfloat16 with quantised weights), row and engine settings."""
+    kept: list[dict[str, Any]] = []
+    for family in CONFIGS:
+        whole = CONFIGS[family]["num_hidden_layers"]
+
+        def add(dtype: str, row: dict[str, Any], size: int, *, family: str = family, **engine: Any) -> None:
+            kept.append({"family": family, "dtype": dtype, "row": row, "engine": {"segment_size": size, **engine}})
+
+        for length, size in [(256, 1), (256, whole), (1024, 1), (1024, 2), (1024, 4), (1024, whole), (4096, 1)]:
+            add("float32", sft(length), size)
+        for length, size in [(512, 1), (1024, 2), (512, whole)]:
+            add("bfloat16", sft(length), size)
+        for length, size in [(512, 1), (1024, 4)]:
+            add("4bit", sft(length), size)
+        add("float32", preference("pair", 512, 256), 1)
+        add("float32", preference("pair", 256, 128), 4)
+        if family != "lfm2":
+            add("float32", preference("shared", 512, 256), 1)
+            add("bfloat16", preference("shared", 256, 128), 2)
+    return kept
+
+
+def tuning_cases() -> list[dict[str, Any]]:
+    """Settings beyond the segment size, on one family each."""
+    found = []
+    for engine in [
+        {"backward": "full"},
+        {"segment_size": 1, "mlp_rows": 256},
+        {"segment_size": 1, "stride": 2},
+        {"segment_size": 1, "keep": 3},
+        {"segment_size": 1, "lookahead": 1},
+        {"segment_size": 1, "lookahead": 2},
+        {"segment_size": 1, "compiled": True},
+        {"segment_size": 1, "head_chunk": 1024},
+        {"backward": "full", "compiled": True},
+    ]:
+        for family in ("llama", "gemma3"):
+            found.append({"family": family, "dtype": "float32", "row": sft(1024), "engine": engine})
+    found.append(
+        {"family": "llama", "dtype": "4bit", "row": sft(512), "engine": {"segment_size": 1, "dequantize": True}}
+    )
+    return found
+
+
+def build(family: str, dtype: str) -> Any:
+    import mlx.core as mx
+    import mlx.nn as nn
+
+    config = CONFIGS[family]
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs.from_dict(COMMON | config))
+    model.set_dtype(getattr(mx, "bfloat16" if dtype == "4bit" else dtype))
+    if dtype == "4bit":
+        nn.quantize(model, group_size=64, bits=4, class_predicate=lambda _, m: _quantises(m))
+    mx.eval(model.parameters())
+    model.freeze()
+    return model
+
+
+def _quantises(module: Any) -> bool:
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 64 == 0
+
+
+def layout_of(row: dict[str, Any], vocabulary: int) -> Any:
+    import mlx.core as mx
+
+    from segtrain import layouts
+
+    def ids(count: int, seed: int) -> list[int]:
+        return mx.random.randint(0, vocabulary, (count,), key=mx.random.key(seed)).tolist()
+
+    if row["layout"] == "sft":
+        return layouts.single(ids(row["length"] + 1, 0), [True] * (row["length"] + 1))
+    builder = layouts.pair if row["layout"] == "pair" else layouts.shared_prefix
+    return builder(ids(row["prompt"], 0), ids(row["chosen"], 1), ids(row["rejected"], 2))
+
+
+class Phases:
+    """The highest peak of each kind of phase."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, int] = {}
+        self.highest = 0
+
+    @contextmanager
+    def __call__(self, phase: str, stream: int) -> Iterator[None]:
+        import mlx.core as mx
+
+        self.close()
+        yield
+        kind = phase.split("[")[0]
+        self.peaks[kind] = max(self.peaks.get(kind, 0), mx.get_peak_memory())
+        self.close()
+
+    def close(self) -> int:
+        import mlx.core as mx
+
+        self.highest = max(self.highest, mx.get_peak_memory())
+        mx.reset_peak_memory()
+        return self.highest
+
+
+def backward_of(model: Any, lora: Any, engine: dict[str, Any], loss: Any, meter: Any) -> Any:
+    from segtrain.engine import FullBackward, SegmentedBackward
+    from segtrain.models.stack import LayerStack
+
+    stack, options = LayerStack(model), dict(engine)
+    stack.mlp_rows, stack.dequantize = options.pop("mlp_rows", None), options.pop("dequantize", False)
+    if options.pop("backward", "segmented") == "full":
+        return FullBackward(stack, lora, loss, meter=meter, **options)
+    return SegmentedBackward(stack, lora, loss, meter=meter, **options)
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """One case, in this process: a short step and an update make the optimiser's state, then the step that counts."""
+    import mlx.core as mx
+
+    from segtrain import lora as L
+    from segtrain import losses
+    from segtrain.optim import Optimizer
+    from segtrain.recipe import TrainRecipe
+
+    mx.set_default_device(mx.cpu)
+    model = build(case["family"], case["dtype"])
+    resident = mx.get_active_memory()
+    lora, phases = L.attach(model, rank=8, scale=2.0), Phases()
+    loss = losses.sft if case["row"]["layout"] == "sft" else losses.orpo(0.1, "full")
+    backward = backward_of(model, lora, {"head_chunk": 256, **case["engine"]}, loss, phases)
+    optimizer = Optimizer(TrainRecipe(), 10)
+    vocabulary = CONFIGS[case["family"]]["vocab_size"]
+    short = {"layout": "sft", "length": 16} | {key: 16 for key in ("prompt", "chosen", "rejected")}
+    step = backward.step(layout_of(short | {"layout": case["row"]["layout"]}, vocabulary))
+    lora.set(optimizer.update(lora.values(), step.grads))
+    mx.eval(lora.values(), optimizer.state_dict())
+    del step
+    if limit := case.get("limit_bytes"):
+        mx.set_memory_limit(limit)
+    mx.clear_cache()
+    phases.close()
+    phases.peaks, phases.highest = {}, 0
+    before = mx.get_active_memory()
+    backward.step(layout_of(case["row"], vocabulary))
+    return {
+        "measured_mb": round(phases.close() / MIB, 2),
+        "resident_mb": round(resident / MIB, 2),
+        "before_mb": round(before / MIB, 2),
+        "phases": {kind: round(peak / MIB, 2) for kind, peak in phases.peaks.items()},
+    }
+
+
+def environment() -> dict[str, str]:
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": f"{sys.platform}, {os.cpu_count()} cores",
+        "mlx": version("mlx"),
+        "mlx_lm": version("mlx-lm"),
+        "openblas": "preloaded" if "openblas" in os.environ.get("LD_PRELOAD", "") else "no",
+    }
+
+
+def spawn(case: dict[str, Any], out: Path) -> None:
+    command = [sys.executable, __file__, "--child", json.dumps(case)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    result = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-500:]}
+    with out.open("a") as file:
+        file.write(json.dumps({**case, **result, **environment()}) + "\n")
+    print(case["family"], case["dtype"], case["row"], case["engine"], result, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="words that a case must hold, such as llama or 4bit")
+    parser.add_argument("--tuning", action="store_true", help="the other settings, instead of the main set")
+    parser.add_argument("--compare", action="store_true", help="measure nothing")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(measure(json.loads(args.child))))
+        return
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    if not args.compare:
+        for case in tuning_cases() if args.tuning else cases():
+            if all(word in json.dumps(case) for word in args.only):
+                spawn(case, args.out)
+
+
+if __name__ == "__main__":
+    main()

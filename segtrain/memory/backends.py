@@ -1,0 +1,96 @@
+"""What the estimate must know of a backend, as data. Pure.
+
+The attention part mirrors `segtrain.attention` (a test compares). The allocator's and scheduler's constants were fitted
+to measured peaks: `benchmarks/plan_accuracy.py` on CPU, an H200 for CUDA. Metal's are CUDA's until someone has
+measured them there.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Literal, TypeAlias
+
+from segtrain.memory.shapes import Attention
+
+Kind: TypeAlias = Literal["fused", "band", "blocks", "dense"]
+Name: TypeAlias = Literal["cpu", "cuda", "metal"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`run_ahead`: a layer's temporaries in flight, as a share of what its backward makes.
+
+    - `norms_widen`: norms of half-precision inputs keep float32 copies;
+    - `kept`: what a kept layer holds, as a multiple of its residuals;
+    - `compiles`: compiled segments pay; `speed`: (matmul, attention, elementwise) of the time model, see `timing`.
+    """
+
+    name: Name
+    run_ahead: float = 1.0
+    norms_widen: bool = False
+    kept: float = 1.0
+    compiles: bool = False
+    head_dims: frozenset[int] = frozenset()
+    float32_fused: bool = False
+    query_multiple: int = 1
+    array_mask: bool = False
+    sinks: bool = False
+    unequal_dims: bool = False
+    tile_bytes: int = 4 << 20
+
+    def attention_kind(self, attention: Attention, length: int, dtype_bytes: int) -> Kind:
+        """How `segtrain.attention.choose` computes a call of `length` rows over as many keys."""
+        fused = (
+            not attention.softcap
+            and {attention.dim, attention.value_dim} <= self.head_dims
+            and (dtype_bytes == 2 or self.float32_fused)
+            and (self.unequal_dims or attention.dim == attention.value_dim)
+            and (self.sinks or not attention.sinks)
+        )
+        windowed = attention.window is not None and attention.window < length
+        if fused and not windowed:
+            return "fused"
+        return "band" if fused and self.array_mask and not attention.sinks else "blocks"
+
+
+BACKENDS: dict[Name, Backend] = {
+    "cpu": Backend("cpu", norms_widen=True, tile_bytes=1 << 20),
+    "cuda": Backend(
+        "cuda",
+        run_ahead=1.4,
+        kept=1.9,
+        compiles=True,
+        head_dims=frozenset(range(8, 129, 8)),
+        query_multiple=128,
+        array_mask=True,
+        unequal_dims=True,
+        tile_bytes=64 << 20,
+    ),
+    "metal": Backend(
+        "metal",
+        run_ahead=1.4,
+        kept=1.9,
+        head_dims=frozenset({64, 72, 80, 96, 128, 192, 256}),
+        float32_fused=True,
+        tile_bytes=64 << 20,
+    ),
+}
+
+
+def here() -> Backend:
+    """The backend that mlx would use on this machine, found without importing it."""
+    if sys.platform == "darwin":
+        return BACKENDS["metal"]
+    cuda = any(_installed(name) for name in ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")) and os.path.exists(
+        "/dev/nvidia0"
+    )
+    return BACKENDS["cuda" if cuda else "cpu"]
+
+
+def _installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,65 @@
+"""From a recipe's sections to the inputs of the estimate. Pure."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from segtrain.memory import machine, rows
+from segtrain.memory.backends import Backend
+from segtrain.memory.choose import Chooser, Settings
+from segtrain.memory.estimate import Estimator, LoraShape
+from segtrain.memory.rows import RowShape
+from segtrain.memory.shapes import Model
+from segtrain.memory.timing import Timer
+
+if TYPE_CHECKING:
+    from segtrain.recipe import EngineRecipe, Recipe
+
+PROMPT_SHARE = 0.5  # of a preference row whose data were not read
+
+
+def settings(engine: "EngineRecipe", *, compiled: bool) -> Settings:
+    """What `engine` fixes."""
+
+    def fixed(value: object) -> object:
+        return None if value == "auto" else value
+
+    return Settings(
+        **{
+            "backward": fixed(engine.backward),
+            "segment_size": fixed(engine.segment_size),
+            "head_chunk": fixed(engine.head_chunk),
+            "keep": fixed(engine.keep_layers),
+            "lookahead": fixed(engine.lookahead),
+            "dequantize": fixed(engine.dequantize),
+            "compiled": compiled,
+        }  # type: ignore[arg-type]
+    )
+
+
+def chooser(model: Model, backend: Backend, recipe: "Recipe | None", *, resident: int | None = None) -> Chooser:
+    """For `recipe`, or with every setting on auto and rank 8 on all linear layers."""
+    lora, optimizer, accumulates, dropout = LoraShape(), "adamw", False, 0.0
+    if recipe is not None:
+        targets = None if isinstance(recipe.lora.targets, str) else tuple(recipe.lora.targets)
+        lora = LoraShape(recipe.lora.rank, targets, recipe.lora.layer_range(len(model.layers)))
+        optimizer, dropout = recipe.train.optimizer, recipe.lora.dropout
+        accumulates = recipe.train.grad_accumulation_steps > 1
+    estimator = Estimator(model, backend, lora, optimizer=optimizer, accumulates=accumulates, resident=resident)
+    compiled = machine.compiles(backend) and not dropout
+    chosen = settings(recipe.engine, compiled=compiled) if recipe else Settings(compiled=compiled)
+    return Chooser(estimator, Timer(model, backend, estimator.lowest, machine.speed(backend)), chosen)
+
+
+def row_of(length: int, *, preference: bool, shared: bool, prompt_share: float = PROMPT_SHARE) -> RowShape:
+    """A row of `length` tokens (preference: prompt and one response together)."""
+    if not preference:
+        return rows.sft(length)
+    prompt = max(1, min(length - 1, round(prompt_share * length)))
+    build = rows.shared if shared else rows.pair
+    return build(prompt, length - prompt, length - prompt)
+
+
+def aligned(row: RowShape, backend: Backend) -> RowShape:
+    """`row` with stream lengths rounded up as the trainer does."""
+    multiple = backend.query_multiple
+    return replace(row, streams=tuple(-(-n // multiple) * multiple for n in row.streams))

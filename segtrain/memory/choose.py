@@ -1,0 +1,183 @@
+"""The fastest plan that fits. Pure.
+
+Candidates are every combination of the settings that a recipe leaves on `auto`; each is estimated, those whose peak is
+within the budget are compared by estimated time, and by memory where times are equal.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from segtrain.memory.estimate import Estimator
+from segtrain.memory.plan import Plan
+from segtrain.memory.rows import RowShape
+from segtrain.memory.timing import Timer
+
+HEAD_CHUNK_BYTES = 512 << 20
+MIN_CHUNK, MAX_CHUNK = 64, 2048
+MLP_ROWS = (4096, 2048, 1024, 512)
+STRIDES = (2, 4, 8)
+KEPT = (0.125, 0.25, 0.5, 0.75)  # shares of the layers
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the recipe fixes; None: to be chosen."""
+
+    backward: str | None = None
+    segment_size: int | None = None
+    head_chunk: int | None = None
+    keep: int | None = None
+    lookahead: int | None = None
+    dequantize: bool | None = None
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan with its estimate. `parts` (bytes) add up to the peak, at the moment named `moment`."""
+
+    plan: Plan
+    moment: str
+    parts: dict[str, float]
+    relative_time: float
+
+    @property
+    def peak(self) -> int:
+        return round(sum(self.parts.values()))
+
+
+class Chooser:
+    """Candidate plans for a model under some settings, estimated."""
+
+    def __init__(self, estimator: Estimator, timer: Timer, settings: Settings = Settings()):
+        self.estimator, self.timer, self.settings = estimator, timer, settings
+        self.layers = len(estimator.model.layers)
+        self.option = lru_cache(maxsize=4096)(self._option)
+
+    def relaxed(self) -> "Chooser":
+        """The same with all that decides memory left open."""
+        free = Settings(dequantize=self.settings.dequantize, compiled=self.settings.compiled)
+        return self if free == self.settings else Chooser(self.estimator, self.timer, free)
+
+    def _option(self, row: RowShape, plan: Plan) -> Option:
+        peak = self.estimator.peak(row, plan)
+        plan = replace(plan, peak_bytes=peak.bytes)
+        return Option(plan, peak.moment, dict(peak.parts), self.timer.relative(row, plan))
+
+    def fastest(self, row: RowShape, budget: int, *, sizes: Sequence[int] | None = None) -> Option | None:
+        """The fastest candidate for `row` whose peak is within `budget`; None: there is none."""
+        fitting = [x for x in (self.option(row, plan) for plan in self.plans(row, sizes)) if x.peak <= budget]
+        return min(fitting, key=lambda x: (round(x.relative_time, 3), x.peak), default=None)
+
+    def leanest(self, row: RowShape, *, sizes: Sequence[int] | None = None) -> Option:
+        """The candidate with the lowest peak."""
+        return min((self.option(row, plan) for plan in self._lean_plans(row, sizes)), key=lambda x: x.peak)
+
+    def full(self, row: RowShape) -> Iterator[Plan]:
+        """Ways to run full backward."""
+        for dense in self._dense():
+            yield Plan("full", segment_size=self.layers, dequantize=dense, compiled=self._compiled(row))
+
+    def plans(self, row: RowShape, sizes: Sequence[int] | None = None) -> Iterator[Plan]:
+        s = self.settings
+        if s.backward != "segmented" and sizes is None:
+            yield from self.full(row)
+        if s.backward == "full":
+            return
+        chosen = sizes or ((s.segment_size,) if s.segment_size else (1, 2, 4))
+        for size, chunk, lookahead, dense in product(chosen, self._chunks(), self._lookaheads(), self._dense()):
+            base = Plan(
+                "segmented",
+                segment_size=min(size, self.layers),
+                head_chunk=chunk,
+                keep=s.keep or 0,
+                lookahead=lookahead,
+                dequantize=dense,
+                compiled=self._compiled(row),
+            )
+            yield base
+            yield from self._leaner(row, base)
+            yield from self._richer(base)
+
+    def _lean_plans(self, row: RowShape, sizes: Sequence[int] | None) -> Iterator[Plan]:
+        """Candidates for the lowest peak: nothing is done for speed."""
+        s = self.settings
+        if s.backward == "full":
+            yield from self.full(row)
+            return
+        size = min((sizes or (s.segment_size or 1,))[0], self.layers)
+        base = Plan(
+            "segmented",
+            segment_size=size,
+            head_chunk=self._chunks()[-1],
+            keep=s.keep or 0,
+            lookahead=s.lookahead or 0,
+            dequantize=bool(s.dequantize),
+            compiled=self._compiled(row),
+        )
+        yield base
+        yield from self._leaner(row, base)
+
+    def _leaner(self, row: RowShape, base: Plan) -> Iterator[Plan]:
+        """Slower ways that need less: the MLP in chunks, fewer boundaries."""
+        for rows in MLP_ROWS:
+            if rows < max(row.streams):
+                yield replace(base, mlp_rows=rows)
+                if rows == MLP_ROWS[-1] or 2 * rows >= max(row.streams):
+                    yield from (
+                        replace(base, mlp_rows=rows, stride=stride) for stride in STRIDES if stride < self.layers
+                    )
+        if max(row.streams) <= MLP_ROWS[-1]:
+            yield from (replace(base, stride=stride) for stride in STRIDES if stride < self.layers)
+
+    def _richer(self, base: Plan) -> Iterator[Plan]:
+        """Faster ways that need more: some layers kept."""
+        if self.settings.keep is None:
+            for count in sorted({round(share * self.layers) for share in KEPT} - {0}):
+                yield replace(base, keep=count)
+
+    def _chunks(self) -> tuple[int, ...]:
+        if self.settings.head_chunk:
+            return (self.settings.head_chunk,)
+        per_row = 12 * self.estimator.model.vocabulary
+        best = max(MIN_CHUNK, min(MAX_CHUNK, HEAD_CHUNK_BYTES // per_row))
+        return tuple(sorted({best, max(MIN_CHUNK, best // 4), MIN_CHUNK}, reverse=True))
+
+    def _lookaheads(self) -> tuple[int, ...]:
+        if self.settings.lookahead is not None:
+            return (self.settings.lookahead,)
+        return (0, 1, 2) if len(set(self.timer.speed.lookahead)) > 1 else (0,)
+
+    def _dense(self) -> tuple[bool, ...]:
+        if not self.estimator.model.quantization.bits:
+            return (False,)
+        return (False, True) if self.settings.dequantize is None else (self.settings.dequantize,)
+
+    def _compiled(self, row: RowShape) -> bool:
+        return self.settings.compiled and not row.branches
+
+
+def sizes(layers: int) -> list[int]:
+    """Segment sizes to compare: powers of two, and all layers."""
+    return [*(1 << k for k in range(layers.bit_length()) if 1 << k < layers), layers]
+
+
+def longest(fits: Callable[[int], bool], limit: int, floor: int = 2) -> int:
+    """The largest row length up to `limit` that fits (a multiple of 128 above 1,024); 0: not even `floor`."""
+    if not fits(floor):
+        return 0
+    if fits(limit):
+        return limit
+    low, high = floor, limit
+    while high - low > max(1, low // 256):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low // 128 * 128 if low > 1024 else low
+
+
+def least(values: Sequence[Any], fits: Callable[[Any], bool]) -> Any | None:
+    """The first of `values` that fits."""
+    return next((value for value in values if fits(value)), None)

@@ -1,0 +1,271 @@
+"""Peak memory of a training step, from shapes alone. Pure arithmetic; no mlx.
+
+What is live at each moment of a step is counted array by array. T rows of a stream, H hidden, I MLP intermediates, Q
+queries, K keys and values, V vocabulary, b bytes of the activations' dtype:
+
+    model         all weights, packed as they are
+    adapter       LoRA parameters (float32), the optimiser's moments, and the gradients made so far
+    boundaries    what crosses segment edges and is kept: the hidden states, shared keys and values, per-layer inputs
+    residuals     of a segment under backward: what its layers keep from forward for backward. For a gated dense layer
+                  4H (two norm outputs, the middle and the last hidden states) + Q + K + 2Q (attention's output, also
+                  transposed) + 5I (gate, up, sigmoid, its product, the MLP's product)
+    temporaries   of one layer's backward: 9I + 4H, all in flight at once because evaluation runs ahead
+    head          a chunk's logits, their float32 copy, softmax and cotangent: 12 to 17 bytes a logit
+
+The peak is the highest moment of: forward (boundaries + one segment's residuals), head (boundaries + head), backward of
+any segment (boundaries below it + residuals + temporaries + gradients above it), the optimiser's update. Counts of
+residuals and temporaries are in the tables below: read from the operations, and held to measured peaks by
+`benchmarks/plan_accuracy.py`.
+"""
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from segtrain.memory.backends import Backend
+from segtrain.memory.plan import Plan
+from segtrain.memory.rows import RowShape
+from segtrain.memory.shapes import Layer, Linear, Model
+
+# Arrays of MLP width that backward needs from forward, and temporaries of that width in its backward.
+ACTIVATIONS = {"silu": (5, 9), "gelu": (5, 9), "plain": (3, 5)}
+HIDDEN, POST_NORM = 4, 2  # hidden-state-sized residuals of a layer, and of its post-norms
+HIDDEN_TEMPORARIES = 4
+LOGIT_BYTES = {4: 12, 2: 17}
+MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1, "muon": 1, "adafactor": 0}
+UPDATE_COPIES = (
+    6  # of the adapter, while the optimiser runs: gradients, normalised, clipped; new moments and parameters
+)
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    """`targets` None: all linear layers. `layers`: (lo, hi) of the adapted ones; None: all."""
+
+    rank: int = 8
+    targets: tuple[str, ...] | None = None
+    layers: tuple[int, int] | None = None
+
+    def adapts(self, linear: Linear) -> bool:
+        return self.targets is None or any(
+            fnmatch.fnmatchcase(linear.name, target.rsplit(".", 1)[-1]) for target in self.targets
+        )
+
+    def parameters(self, layer: Layer) -> int:
+        return sum(linear.lora_parameters(self.rank) for linear in layer.linears if self.adapts(linear))
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest moment of a step: what it is called, and the bytes of each part of it."""
+
+    moment: str
+    parts: Mapping[str, float]
+    moments: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return round(sum(self.parts.values()))
+
+
+class Estimator:
+    """The estimate for one model, adapter and backend; `resident` overrides the bytes of the model's weights."""
+
+    def __init__(
+        self,
+        model: Model,
+        backend: Backend,
+        lora: LoraShape = LoraShape(),
+        *,
+        optimizer: str = "adamw",
+        accumulates: bool = False,
+        resident: int | None = None,
+    ):
+        self.model, self.backend, self.lora = model, backend, lora
+        self.resident = model.bytes if resident is None else resident
+        lo, hi = lora.layers or (0, len(model.layers))
+        self.lowest = lo
+        self.adapter = [4 * lora.parameters(x) if lo <= i < hi else 0 for i, x in enumerate(model.layers)]
+        kinds: dict[Layer, int] = {}
+        self._kind = [kinds.setdefault(layer, len(kinds)) for layer in model.layers]
+        self._known: dict[tuple, float] = {}
+        self.state = sum(self.adapter) * (1 + MOMENTS.get(optimizer, 2) + accumulates)
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that are there whatever the row."""
+        return round(self.resident + self.state)
+
+    def peak(self, row: RowShape, plan: Plan) -> Peak:
+        """The highest moment of one step on `row`."""
+        moments = list(self._full(row, plan) if plan.backward == "full" else self._segmented(row, plan))
+        moments.append(("optimizer", {"adapter": UPDATE_COPIES * sum(self.adapter)}))
+        base = {"model": float(self.resident), "adapter": float(self.state)}
+        highest: dict[str, float] = {}
+        for name, parts in moments:
+            highest[name] = max(highest.get(name, 0.0), self.fixed + sum(parts.values()))
+        name, parts = max(moments, key=lambda moment: sum(moment[1].values()))
+        total = {key: base.get(key, 0.0) + parts.get(key, 0.0) for key in [*base, *parts]}
+        return Peak(name, total, highest)
+
+    def boundary(self, rows: int) -> int:
+        """Bytes of the hidden states of `rows` tokens."""
+        return rows * self.model.hidden * self.model.layers[0].streams * self.model.dtype_bytes
+
+    def constants(self, rows: int) -> float:
+        """Of a stream, beside hidden states: keys and values that later layers share, per-layer inputs."""
+        layers, b = self.model.layers, self.model.dtype_bytes
+        sharing = [x.attention for x in layers if x.attention and x.attention.keys_shared]
+        kinds = {(a.window, a.keys) for a in sharing}
+        shared = 2 * sum(keys for _, keys in kinds)  # and their cotangents
+        return rows * b * (shared + sum(x.layer_inputs for x in layers))
+
+    def residuals(self, i: int, rows: int, mlp_rows: int | None = None) -> float:
+        """Bytes that layer `i`'s backward needs from its forward."""
+        key = ("residuals", self._kind[i], rows, mlp_rows)
+        if key not in self._known:
+            self._known[key] = self._residuals(self.model.layers[i], rows, mlp_rows)
+        return self._known[key]
+
+    def temporaries(self, i: int, rows: int, mlp_rows: int | None = None) -> float:
+        """Bytes that come and go in layer `i`'s backward."""
+        key = ("temporaries", self._kind[i], rows, mlp_rows)
+        if key not in self._known:
+            self._known[key] = self._temporaries(self.model.layers[i], rows, mlp_rows)
+        return self._known[key]
+
+    def _residuals(self, layer: Layer, rows: int, mlp_rows: int | None) -> float:
+        b = self.model.dtype_bytes
+        H, norms = self.model.hidden, 2 + 2 * layer.post_norms
+        wide: float = (HIDDEN + POST_NORM * layer.post_norms) * H * layer.streams + layer.layer_inputs * 3
+        if self.backend.norms_widen and b == 2:
+            wide += norms * H * 4 / b
+        wide += self._mixer(layer)
+        wide += self.lora.rank * len(layer.linears)
+        return rows * b * wide + self._mlp(layer, rows, mlp_rows, 0)
+
+    def _temporaries(self, layer: Layer, rows: int, mlp_rows: int | None) -> float:
+        b = self.model.dtype_bytes
+        H = self.model.hidden
+        wide: float = HIDDEN_TEMPORARIES * H * layer.streams
+        if self.backend.norms_widen and b == 2:
+            wide += 6 * H
+        mlp = rows * b * wide + self._mlp(layer, rows, mlp_rows, 1)
+        return self.backend.run_ahead * max(mlp, self._attention_temporaries(layer, rows))
+
+    def _mixer(self, layer: Layer) -> float:
+        """Elements a token of attention's or a recurrence's residuals."""
+        wide = 2.0 * layer.mixer_width
+        if layer.attention:
+            a = layer.attention
+            keys = 0 if a.keys_shared else a.keys
+            wide += (a.queries + keys) * (1 + layer.qk_norms) + 2 * a.heads * a.value_dim
+        return wide
+
+    def _mlp(self, layer: Layer, rows: int, mlp_rows: int | None, index: int) -> float:
+        """Bytes of the MLP's residuals (`index` 0) or temporaries (1)."""
+        b, chunked = self.model.dtype_bytes, mlp_rows is not None and not layer.routed
+        count = ACTIVATIONS["silu" if layer.gated else "plain"][index]
+        wide = count * layer.width + (4 * layer.routed * self.model.hidden if layer.routed else 0)
+        if not chunked or mlp_rows is None:
+            return rows * b * wide
+        return 0.0 if index == 0 else min(rows, mlp_rows) * b * layer.width * sum(ACTIVATIONS["silu"])
+
+    def _attention_temporaries(self, layer: Layer, rows: int) -> float:
+        """Bytes of attention's own backward."""
+        a, b = layer.attention, self.model.dtype_bytes
+        if a is None:
+            return 6.0 * rows * layer.mixer_width * b
+        out = a.heads * a.value_dim
+        if self.backend.attention_kind(a, rows, b) != "blocks":
+            return rows * b * (3 * a.queries + 2 * out + 2 * a.keys)
+        return rows * (4 * (2 * a.queries + out + 2 * a.keys) + b * (2 * a.queries + out)) + 8 * self.backend.tile_bytes
+
+    def _dense(self, layers: Sequence[int], plan: Plan) -> float:
+        """Bytes of dense copies of quantised weights."""
+        if not (plan.dequantize and self.model.quantization.bits):
+            return 0.0
+        linears = (x for i in layers for x in self.model.layers[i].linears)
+        return sum(x.parameters for x in linears if not x.experts) * self.model.dtype_bytes
+
+    def _head(self, row: RowShape, plan: Plan) -> dict[str, float]:
+        """One chunk of logits, and the gradients of all scored rows."""
+        b, H = self.model.dtype_bytes, self.model.hidden
+        longest = max(count for spans in row.scored for count in spans)
+        chunk = min(plan.head_chunk, longest) * self.model.vocabulary * LOGIT_BYTES[b]
+        units = sum(map(sum, row.scored)) * H * b
+        return {"head": chunk + units + self.boundary(max(row.streams))}
+
+    def _segmented(self, row: RowShape, plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
+        count, kept = len(self.model.layers), min(plan.keep, len(self.model.layers) - self.lowest)
+        top = count - kept
+        frozen = _segments(0, self.lowest, plan.segment_size)
+        segments = _segments(self.lowest, top, plan.segment_size)
+        groups = [segments[i : i + plan.stride] for i in range(0, len(segments), plan.stride)]
+        constants = sum(self.constants(rows) for rows in row.streams)
+        edges = [self.boundary(rows) for rows in row.streams]
+        saved = [len(groups) * edge for edge in edges]
+        longest = max(range(len(edges)), key=lambda n: edges[n])
+        forward = max(
+            (self._forward(segment, row.streams[longest], plan) for segment in [*frozen, *segments]), default=0.0
+        )
+        boundaries = sum(saved) + sum(edges) + constants
+        yield "forward", {"boundaries": boundaries, "layer": forward}
+        if kept:
+            yield "kept", {"boundaries": boundaries, **self._kept(row, range(top, count), plan)}
+        else:
+            yield "head", {"boundaries": boundaries, **self._head(row, plan)}
+        done = float(sum(self.adapter[top:]))
+        for number, rows in enumerate(row.streams):
+            later = sum(saved[number + 1 :]) + sum(edges[number:]) + constants
+            if number:
+                done = float(sum(self.adapter))
+            yield from self._stream_backward(groups, rows, later, done, plan)
+
+    def _stream_backward(
+        self, groups: Sequence[Sequence[range]], rows: int, others: float, grads: float, plan: Plan
+    ) -> Iterator[tuple[str, dict[str, float]]]:
+        """A stream's moments of backward, from its last segment to its first. `others`: boundaries beside its own."""
+        edge = self.boundary(rows)
+        for number in range(len(groups) - 1, -1, -1):
+            for place in range(len(groups[number]) - 1, -1, -1):
+                segment = groups[number][place]
+                live = self._live(segment, rows, plan)
+                if plan.lookahead == 2:
+                    live *= 2
+                boundaries = others + edge * (number + 1 + place)
+                yield "backward", {"boundaries": boundaries, "layer": live, "adapter": grads}
+                grads += sum(self.adapter[i] for i in segment)
+
+    def _live(self, segment: range, rows: int, plan: Plan) -> float:
+        """Bytes of one segment's backward."""
+        held = sum(self.residuals(i, rows, plan.mlp_rows) for i in segment)
+        made = max(self.temporaries(i, rows, plan.mlp_rows) for i in segment)
+        return held + made + self._dense(segment, plan)
+
+    def _forward(self, segment: range, rows: int, plan: Plan) -> float:
+        """Bytes of one segment's forward pass: what one layer makes."""
+        widest = max(self.residuals(i, rows) for i in segment)
+        return widest * (2 if plan.lookahead == 2 else 1) + self._dense(segment, plan)
+
+    def _kept(self, row: RowShape, layers: range, plan: Plan) -> dict[str, float]:
+        """The kept layers' residuals, of all streams, with the head among them."""
+        held = sum(self.residuals(i, rows) for i in layers for rows in row.streams)
+        made = max(self.temporaries(i, rows) for i in layers for rows in row.streams)
+        return {"layer": self.backend.kept * held + max(made, 0.0) + self._dense(layers, plan), **self._head(row, plan)}
+
+    def _full(self, row: RowShape, plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
+        """Everything live at once: all layers' residuals, and the logits of all rows."""
+        b, V = self.model.dtype_bytes, self.model.vocabulary
+        trained = range(self.lowest, len(self.model.layers))
+        held = sum(self.residuals(i, rows) for i in trained for rows in row.streams)
+        edges = sum(self.boundary(rows) for rows in row.streams)
+        made = max(self.temporaries(i, max(row.streams)) for i in trained)
+        logits = float(V * sum(row.streams) * b + V * sum(map(sum, row.scored)) * LOGIT_BYTES[b])
+        boundaries = edges + sum(self.constants(rows) for rows in row.streams)
+        yield "step", {"boundaries": boundaries, "layer": held, "head": logits}
+        yield "step", {"boundaries": boundaries, "layer": held + made, "adapter": float(sum(self.adapter))}
+
+
+def _segments(lo: int, hi: int, size: int) -> list[range]:
+    return [range(start, min(start + size, hi)) for start in range(lo, hi, size)]

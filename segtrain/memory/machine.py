@@ -1,0 +1,63 @@
+"""What `segtrain bench` measured on this machine: one JSON file in the user's cache directory. Pure.
+
+The file is for the versions and the device that it names; with others it is as if there were none.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from segtrain.memory.backends import Backend
+from segtrain.memory.timing import DEFAULTS, Speed
+
+
+def path() -> Path:
+    """Where the file is, on this system."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "segtrain" / "bench.json"
+    home = Path.home()
+    cache = home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
+    return cache / "segtrain" / "bench.json"
+
+
+def mlx_version() -> str:
+    try:
+        return version("mlx")
+    except PackageNotFoundError:
+        return "none"
+
+
+def measured(backend: Backend) -> Mapping[str, Any]:
+    """The measured choices for this backend and mlx version; empty where there are none."""
+    try:
+        found = json.loads(path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict) or (found.get("backend"), found.get("mlx")) != (backend.name, mlx_version()):
+        return {}
+    choices = found.get("choices")
+    return choices if isinstance(choices, dict) else {}
+
+
+def speed(backend: Backend) -> Speed:
+    """The time model's factors: measured ones where there are, the table's otherwise."""
+    choices, default = measured(backend), DEFAULTS[backend.name]
+    known: dict[str, Any] = {}
+    for name in ("packed", "compiled", "mlp_chunks"):
+        if isinstance(value := choices.get(name), int | float) and 0.05 < value < 20:
+            known[name] = float(value)
+    looks = choices.get("lookahead")
+    if isinstance(looks, list) and len(looks) == 3 and all(isinstance(x, int | float) and 0.05 < x < 20 for x in looks):
+        known["lookahead"] = tuple(map(float, looks))
+    return replace(default, **known)
+
+
+def compiles(backend: Backend) -> bool:
+    """Whether compiled segments pay here."""
+    value = measured(backend).get("compiled")
+    return value < 0.98 if isinstance(value, int | float) else backend.compiles

@@ -1,0 +1,252 @@
+"""`segtrain plan-segments`: memory and time per segment size, from `config.json` alone."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from segtrain.errors import UserError
+from segtrain.memory import choices, shapes
+from segtrain.memory.backends import Backend, here
+from segtrain.memory.choose import Chooser, Option, longest, sizes
+from segtrain.memory.device import default_budget
+from segtrain.memory.rows import RowShape
+from segtrain.memory.source import find
+from segtrain.models.support import refuse, shares_prefix
+
+if TYPE_CHECKING:
+    from segtrain.recipe import Recipe
+
+GIB, GB = 2**30, 10**9
+FAR = 1 << 20  # tokens: as far as a model without a limit of its own is looked at
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What is printed; memory in GiB. `lengths`: the data set's own rows. `measured`: with --measure."""
+
+    model: str
+    seq: int
+    budget_gib: float
+    fits: bool
+    recommended: dict[str, Any] | None
+    options: list[dict[str, Any]]
+    advice: str = ""
+    lengths: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    measured: dict[str, Any] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What is known of the data: named row lengths, and how much of a preference row is its prompt."""
+
+    named: Mapping[str, int] = field(default_factory=dict)
+    preference: bool = False
+    prompt_share: float = choices.PROMPT_SHARE
+    note: str = ""
+
+
+def preview(
+    recipe: "Recipe | None",
+    *,
+    model: str | None = None,
+    seq: int | None = None,
+    budget: str | None = None,
+    measure: bool = False,
+) -> Preview:
+    """Options for `recipe`, or for `model` at `seq` tokens. Raises UserError for what can't be planned at all."""
+    name = model or (recipe.model if recipe else "")
+    source = find(name)
+    refuse(source.config)
+    shape = shapes.read(source.config)
+    backend = here()
+    limit = _budget(recipe, budget, backend)
+    chooser = choices.chooser(shape, backend, recipe, resident=source.weights)
+    _require_room(chooser, limit, name)
+    length = _length(recipe, seq, shape)
+    lengths = _lengths(recipe, name)
+    if seq is None and lengths.named:
+        length = max(2, min(length, max(lengths.named.values())))
+    case = _Case(chooser, backend, limit, lengths, shares_prefix(shape.model_type) and _shares(recipe))
+    found = case.preview(name, length, shape.positions or FAR)
+    if measure:
+        from segtrain.memory.measure import measured_step
+
+        return measured_step(recipe, name, found, case.row(length), chooser)
+    return found
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One question: these rows, this budget."""
+
+    chooser: Chooser
+    backend: Backend
+    budget: int
+    lengths: Lengths
+    shared: bool
+
+    def row(self, length: int) -> RowShape:
+        row = choices.row_of(
+            length,
+            preference=self.lengths.preference,
+            shared=self.shared,
+            prompt_share=self.lengths.prompt_share,
+        )
+        return choices.aligned(row, self.backend)
+
+    def preview(self, name: str, length: int, limit: int) -> Preview:
+        row = self.row(length)
+        options = [self._option(row, size, limit) for size in self._sizes()]
+        if self.chooser.settings.backward != "segmented":
+            options.append(self._full(row, limit))
+        fastest = self.chooser.fastest(row, self.budget)
+        if fastest and fastest.plan.keep:
+            options.append(self._as_json(fastest, longest(self._fits(fastest.plan.segment_size), limit)))
+        fitting = [option for option in options if option["fits"]]
+        best = min(fitting, key=lambda x: (round(x["relative_time"], 3), x["peak_gib"]), default=None)
+        notes = [self.lengths.note] if self.lengths.note else []
+        return Preview(
+            name,
+            length,
+            round(self.budget / GIB, 4),
+            best is not None,
+            best,
+            options,
+            "" if best else self._advice(row, limit),
+            [self._own(key, value) for key, value in self.lengths.named.items()],
+            notes,
+        )
+
+    @property
+    def _keep(self) -> int:
+        return self.chooser.settings.keep or 0
+
+    def _sizes(self) -> list[int]:
+        if self.chooser.settings.backward == "full":
+            return []
+        fixed = self.chooser.settings.segment_size
+        return [min(fixed, self.chooser.layers)] if fixed else sizes(self.chooser.layers)
+
+    def _option(self, row: RowShape, size: int, limit: int) -> dict[str, Any]:
+        plain = [self.chooser.option(row, plan) for plan in self.chooser.plans(row, (size,)) if plan.keep == self._keep]
+        fitting = [option for option in plain if option.peak <= self.budget]
+        chosen = min(fitting, key=lambda x: (round(x.relative_time, 3), x.peak), default=None)
+        chosen = chosen or self.chooser.leanest(row, sizes=(size,))
+        return self._as_json(chosen, longest(self._fits(size), limit))
+
+    def _full(self, row: RowShape, limit: int) -> dict[str, Any]:
+        options = [self.chooser.option(row, plan) for plan in self.chooser.full(row)]
+        chosen = min(options, key=lambda x: (x.peak > self.budget, x.relative_time))
+
+        def fits(length: int) -> bool:
+            row = self.row(length)
+            return any(self.chooser.option(row, plan).peak <= self.budget for plan in self.chooser.full(row))
+
+        return self._as_json(chosen, longest(fits, limit))
+
+    def _fits(self, size: int | None) -> Callable[[int], bool]:
+        chosen = None if size is None else (size,)
+        return lambda length: self.chooser.leanest(self.row(length), sizes=chosen).peak <= self.budget
+
+    def _as_json(self, option: Option, far: int) -> dict[str, Any]:
+        return {
+            **option.plan.as_json(),
+            "peak_gib": round(option.peak / GIB, 4),
+            "phases": {name: round(size / GIB, 4) for name, size in option.parts.items()},
+            "moment": option.moment,
+            "relative_time": round(option.relative_time, 3),
+            "fits": option.peak <= self.budget,
+            "longest": far,
+        }
+
+    def _advice(self, row: RowShape, limit: int) -> str:
+        need = self.chooser.leanest(row).peak
+        far = longest(self._fits(None), limit)
+        text = f"a budget of {_rounded_up(need)} would do"
+        return f"rows of up to {far:,} tokens fit; for these, {text}" if far else text
+
+    def _own(self, name: str, length: int) -> dict[str, Any]:
+        """One of the data set's own lengths, and the fastest plan for it."""
+        found = self.chooser.fastest(self.row(length), self.budget)
+        line: dict[str, Any] = {"name": name, "tokens": length, "fits": found is not None}
+        if found:
+            line |= {"peak_gib": round(found.peak / GIB, 4), "relative_time": round(found.relative_time, 3)}
+            line |= {"backward": found.plan.backward, "segment_size": found.plan.segment_size}
+        return line
+
+
+def _budget(recipe: "Recipe | None", budget: str | None, backend: Backend) -> int:
+    from segtrain.recipe import parse_bytes
+
+    if budget is not None:
+        return parse_bytes(budget)
+    return (recipe.engine.budget_bytes if recipe else None) or default_budget(backend)
+
+
+def _require_room(chooser: Chooser, budget: int, name: str) -> None:
+    """Raise UserError where not even a short row could be trained."""
+    need = chooser.leanest(choices.row_of(128, preference=False, shared=False)).peak
+    if need > budget:
+        fixed = chooser.estimator.fixed
+        raise UserError(
+            f"a budget of {_rounded_up(budget)} is too small for {name}: model and adapter alone take "
+            f"{_rounded_up(fixed)}, and rows of 128 tokens need {_rounded_up(need)}"
+        )
+
+
+def _rounded_up(size: int) -> str:
+    return f"{-(-size // (GB // 10)) / 10:.1f}GB" if size >= GB else f"{-(-size // 10**6)}MB"
+
+
+def _length(recipe: "Recipe | None", seq: int | None, shape: shapes.Model) -> int:
+    """The row length to plan for. Raises UserError where the model has no such positions, or nothing says."""
+    length = seq or (recipe.data.max_seq_length if recipe else None)
+    if length is None:
+        raise UserError("give --seq, the tokens of a row: segtrain plan-segments --model DIR --seq 8192")
+    if shape.positions and length > shape.positions:
+        raise UserError(
+            f"rows of {length} tokens are longer than the model's {shape.positions} positions; "
+            f"use --seq (or data.max_seq_length) {shape.positions} at most"
+        )
+    return length
+
+
+def _shares(recipe: "Recipe | None") -> bool:
+    return recipe is None or recipe.engine.prefix_sharing
+
+
+def _lengths(recipe: "Recipe | None", name: str) -> Lengths:
+    """The lengths of the recipe's own rows; where the data can't be read, only a note that says why."""
+    if recipe is None:
+        return Lengths()
+    from segtrain.data.dataset import open_data
+    from segtrain.data.tokenizer import load_tokenizer
+
+    preference = recipe.data.format == "preference"
+    errors = []
+    try:
+        tokenizer = load_tokenizer(name, recipe.trust_remote_code)
+    except UserError as error:
+        return Lengths(preference=preference, note=f"planned by max_seq_length alone: {error}")
+    for loss in ("orpo",) if preference else ("sft", "orpo"):
+        try:
+            counts = open_data(recipe, loss, tokenizer).counts  # type: ignore[arg-type]
+        except UserError as error:
+            errors.append(error)
+        else:
+            return _counted(counts, loss == "orpo", recipe.data.max_seq_length)
+    return Lengths(preference=preference, note=f"planned by max_seq_length alone: {errors[0]}")
+
+
+def _counted(counts: Mapping[str, Any], preference: bool, limit: int) -> Lengths:
+    named = {
+        name: min(int(counts[key]), limit)
+        for name, key in (("median", "median"), ("95 %", "p95"), ("longest", "longest"))
+        if counts.get(key)
+    }
+    share = counts["prompt_tokens"] / max(1, counts["tokens"]) if preference else choices.PROMPT_SHARE
+    return Lengths(named, preference, min(0.99, share))

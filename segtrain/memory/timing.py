@@ -1,0 +1,90 @@
+"""Time of a step relative to full backward, from operation counts. Pure.
+
+With frozen weights a matrix product's backward costs as much as its forward, attention's 2.5 times as much. So
+
+    full        forward + backward
+    segmented   forward + recomputed forward + backward; kept layers aren't recomputed; a stride adds a second recompute
+
+`OVERHEAD` tokens stand for what a layer's pass costs however short the row is. The other factors are measured shares:
+on an H200 at the 8B shape, T = 8192 (look-ahead, compilation, chunked MLP, products of packed weights).
+"""
+
+from dataclasses import dataclass
+
+from segtrain.memory.backends import Backend
+from segtrain.memory.plan import Plan
+from segtrain.memory.rows import RowShape
+from segtrain.memory.shapes import Layer, Model
+
+OVERHEAD = 128
+ATTENTION_BACKWARD = 2.5
+LOOKAHEAD = (1.0, 0.98, 0.93)
+COMPILED = 0.95
+EDGE_TOKENS = 4  # what one more segment costs, in tokens of a layer
+
+
+@dataclass(frozen=True)
+class Speed:
+    """This machine's factors; `segtrain bench` measures them. `packed`: a quantised product's time over a dense one."""
+
+    packed: float = 1.0
+    lookahead: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    compiled: float = 1.0
+    mlp_chunks: float = 1.03
+
+
+DEFAULTS = {
+    "cpu": Speed(),
+    "cuda": Speed(packed=3.0, lookahead=LOOKAHEAD, compiled=COMPILED, mlp_chunks=1.01),
+    "metal": Speed(packed=1.0, lookahead=LOOKAHEAD, compiled=COMPILED),
+}
+
+
+class Timer:
+    """Operation counts of one model on one backend."""
+
+    def __init__(self, model: Model, backend: Backend, lowest: int = 0, speed: Speed | None = None):
+        self.model, self.backend, self.lowest = model, backend, lowest
+        self.speed = speed or DEFAULTS[backend.name]
+
+    def relative(self, row: RowShape, plan: Plan) -> float:
+        """Time of a step on `row` by `plan` over that of full backward (uncompiled, as it stands in memory)."""
+        return self.cost(row, plan) / self.cost(row, Plan("full"))
+
+    def cost(self, row: RowShape, plan: Plan) -> float:
+        """Operations, weighed by speed; only ratios mean anything."""
+        total = sum(self._stream(rows, plan) for rows in row.streams)
+        head = 2 * self.model.hidden * self.model.vocabulary * sum(map(sum, row.scored))
+        chunks = sum(-(-count // plan.head_chunk) for spans in row.scored for count in spans)
+        total += 2 * head * (1 if plan.backward == "full" else 1 + 0.02 * chunks / max(1, len(row.streams)) ** 0.5 / 10)
+        if plan.compiled:
+            total *= self.speed.compiled
+        return total * (1.0 if plan.backward == "full" else self.speed.lookahead[plan.lookahead])
+
+    def _stream(self, rows: int, plan: Plan) -> float:
+        packed = self.speed.packed if self.model.quantization.bits and not plan.dequantize else 1.0
+        count, total = len(self.model.layers), 0.0
+        for i, layer in enumerate(self.model.layers):
+            matmul = 2.0 * _active(layer) * (rows + OVERHEAD) * packed
+            attention = self._attention(layer, rows)
+            forwards = 1.0
+            if plan.backward == "segmented" and self.lowest <= i < count - plan.keep:
+                forwards += 1 + (plan.stride - 1) / plan.stride
+            chunked = plan.mlp_rows is not None and rows > plan.mlp_rows and i >= self.lowest
+            backward = (self.speed.mlp_chunks if chunked else 1.0) if i >= self.lowest else 0.0
+            total += matmul * (forwards + backward) + attention * (forwards + ATTENTION_BACKWARD * bool(backward))
+        edges = 0 if plan.backward == "full" else -(-count // plan.segment_size)
+        mean = 2.0 * sum(map(_active, self.model.layers)) / count
+        return total + edges * EDGE_TOKENS * mean
+
+    def _attention(self, layer: Layer, rows: int) -> float:
+        a = layer.attention
+        if a is None:
+            return 8.0 * layer.mixer_width * rows
+        seen = rows / 2 if a.window is None else min(rows / 2, a.window)
+        return 2.0 * rows * seen * a.heads * (a.dim + a.value_dim)
+
+
+def _active(layer: Layer) -> int:
+    """Parameters that one token is multiplied by."""
+    return sum(x.inputs * x.outputs * (layer.routed if x.experts else 1) for x in layer.linears)
