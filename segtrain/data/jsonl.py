@@ -1,8 +1,8 @@
 """JSON-lines files: by row number through an index of byte offsets, or one after another from a cursor.
 
-A file is never held in memory. The index costs 8 bytes a row and is built anew by each run, at about a gigabyte a
-second; blank lines are left out of it. A compressed file is unpacked once into an unnamed temporary file before it
-can be indexed; reading it in order (`streaming: true`) needs no disk.
+A file is never held in memory. Its index is built anew by each run, which takes about as long as reading the file;
+blank lines are left out of it. A compressed file is unpacked once into an unnamed temporary file before it can be
+indexed; reading it in order (`streaming: true`) needs no disk.
 """
 
 import gzip
@@ -16,14 +16,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
+from segtrain.data.line_index import CHUNK, LineIndex
 from segtrain.data.raw import BOM, Raw
 from segtrain.data.rows import Origin
 from segtrain.errors import UserError
-
-CHUNK = 16 << 20
-_NEWLINE = 10
 
 
 class JsonLines:
@@ -32,19 +28,21 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path)
         self._file = _unpacked(path) if is_gzip(path) else _opened(path)
-        self._ends, self._blank = _index(self._file)
+        try:
+            with _readable(path):
+                self._index = LineIndex(self._file)
+        except OverflowError as error:
+            raise UserError(f"{path}: can't be read: {error}") from None
         self.size = os.fstat(self._file.fileno()).st_size
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._index)
 
     def __getitem__(self, number: int) -> Raw:
         """Row `number`, counted from 0 without blank lines."""
-        line = number + int(np.searchsorted(self._blank, number, side="right"))
-        end = int(self._ends[number])
-        start = int(self._ends[number - 1]) if number else 0
-        data = os.pread(self._file.fileno(), end - start, start)
-        return Raw(data.rstrip(b"\r\n").lstrip(b" \t\r\n" + BOM), Origin(self.name, line + 1))
+        start, length = self._index.span(number)
+        data = os.pread(self._file.fileno(), length, start)
+        return Raw(data.rstrip(b"\r\n").lstrip(b" \t\r\n" + BOM), Origin(self.name, self._index.line(number)))
 
     @property
     def fingerprint(self) -> list[Any]:
@@ -109,47 +107,6 @@ def _digest(path: Path, ends: int = 1 << 16) -> str:
 
 def is_gzip(path: Path) -> bool:
     return path.suffix == ".gz"
-
-
-def _index(file: IO[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Where each row ends, and for each blank line how many rows stand before it.
-
-    A row's bytes run from the end of the row before it, so they may begin with the newlines of blank lines.
-    """
-    ends = _line_ends(file)
-    blank = [number for number in _short_lines(ends) if _is_blank(file, ends, number)]
-    if not blank:
-        return ends, np.zeros(0, np.int64)
-    lines = np.asarray(blank, np.int64)
-    return np.delete(ends, lines), lines - np.arange(len(lines))
-
-
-def _short_lines(ends: np.ndarray, block: int = 1 << 20) -> Iterator[int]:
-    """The numbers of lines that are too short to hold a row, in blocks so that no second array of their size exists."""
-    for lo in range(0, len(ends), block):
-        before = ends[lo - 1] if lo else 0
-        lengths = np.diff(ends[lo : lo + block], prepend=before)
-        yield from (lo + np.flatnonzero(lengths <= 2 + len(BOM))).tolist()
-
-
-def _is_blank(file: IO[bytes], ends: np.ndarray, number: int) -> bool:
-    start = int(ends[number - 1]) if number else 0
-    return os.pread(file.fileno(), int(ends[number]) - start, start).strip() in (b"", BOM)
-
-
-def _line_ends(file: IO[bytes]) -> np.ndarray:
-    """The offsets just after each newline, and the file's end where its last line has none."""
-    found, position = [np.zeros(0, np.int64)], 0
-    buffer = bytearray(CHUNK)
-    view = np.frombuffer(buffer, np.uint8)
-    last = _NEWLINE
-    while count := file.readinto(buffer):  # type: ignore[attr-defined]
-        found.append(np.flatnonzero(view[:count] == _NEWLINE) + (position + 1))
-        position += count
-        last = int(view[count - 1])
-    if last != _NEWLINE:
-        found.append(np.array([position], np.int64))
-    return np.concatenate(found)
 
 
 def _opened(path: Path) -> IO[bytes]:
