@@ -23,8 +23,9 @@ CPU_ROWS = {
     "full": "segtrain, `backward: full`",
     "size-4": "segtrain, `segment_size: 4`",
     "size-1": "segtrain, `segment_size: 1`",
-    "lean": "segtrain, least memory (smaller chunks of loss and MLP)",
+    "lean": "the same, smaller chunks of loss and MLP",
 }
+ENGINES = {"size-1": "", "lean": "; smaller chunks"}
 SYSTEMS = {"mlx-lm": "mlx-lm, `--grad-checkpoint`", "control": "the same, improved by hand", "segtrain": "segtrain"}
 
 
@@ -59,13 +60,13 @@ def prefix_table() -> str | None:
     newest = {(line["engine"], *line["sizes"]): line for line in read(path) if "pair" in line}
     rows = [
         [
-            f"prompt {prompt:,}, answers of {chosen:,} and {rejected:,}, {engine}",
+            f"prompt {prompt:,}, answers {chosen:,} and {rejected:,}{ENGINES[engine]}",
             *(f"{line[kind]['peak_mb']:,.0f}" for kind in ("pair", "shared")),
             *(f"{line[kind]['cpu_seconds']:.1f}" for kind in ("pair", "shared")),
         ]
         for (engine, prompt, chosen, rejected), line in newest.items()
     ]
-    head = ["one pair, CPU", "MiB apart", "MiB shared", "processor seconds apart", "processor seconds shared"]
+    head = ["one pair, CPU", "MiB, two rows", "shared", "processor seconds, two rows", "shared"]
     return markdown(head, rows)
 
 
