@@ -61,9 +61,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lean-stride-4-limit": {**LEAN, "stride": 4, "limit_mb": 40},
     "size-1-limit": {"segment_size": 1, "limit_mb": 60},
     "checkpoint-limit": {"kind": "mlx-lm", "checkpoint": True, "limit_mb": 60},
-    "keep-2": {"segment_size": 1, "keep": 2},
-    "keep-4": {"segment_size": 1, "keep": 4},
-    "keep-8": {"segment_size": 1, "keep": 8},
+    "keep-2": {"segment_size": 1, "head_chunk": 64, "keep": 2},
+    "keep-4": {"segment_size": 1, "head_chunk": 64, "keep": 4},
+    "keep-8": {"segment_size": 1, "head_chunk": 64, "keep": 8},
     "lookahead-1": {"segment_size": 1, "lookahead": 1},
     "lookahead-2": {"segment_size": 1, "lookahead": 2},
 }
