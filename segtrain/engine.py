@@ -6,17 +6,15 @@ Segmented. Let the layers be cut into segments S_1 .. S_n, with carries c_0 (emb
     head:      L(c_n) and dL/dc_n                   a chunk of rows at a time (logprobs.py)
     backward:  dL/dc_{k-1}, dL/dp_k = vjp of S_k at (c_{k-1}, p_k) applied to dL/dc_k        for k = n .. 1
 
-so only one segment has its activations live at a time. c_k is a dict of named arrays: the hidden states `h`, and whatever
-else crosses a segment edge. A carry that several segments read collects the sum of their cotangents before its writer's turn.
-Segments below the lowest trainable layer get no backward.
+so only one segment has its activations live at a time. c_k is a dict of named arrays: the hidden states `h`, and
+whatever else crosses a segment edge. A carry that several segments read collects the sum of their cotangents before
+its writer's turn. Segments below the lowest trainable layer get no backward.
 
-The last `keep` layers may be kept whole: their activations stay from forward to backward instead of being recomputed. `mx.vjp` wants its
-cotangent beforehand, but dL/dc_n is known only after the head, so the kept segment's vjp is taken of the scalar <c_n, dL/dc_n> with
-dL/dc_n held constant, whose gradient with respect to c_n is exactly that. All of it is one unevaluated graph, in which the
-head's chunks depend on each other; what backward doesn't need is freed as evaluation passes.
+Of the last `keep` layers the matrix products, most of what a recomputation costs, may be kept from forward to backward
+(`models/products.py`): spare memory for time.
 
-For very long rows the carries themselves are too much: with `stride` s only every s-th edge is kept, and the edges between are
-recomputed, a group of s segments at a time, when backward reaches them.
+For very long rows the carries themselves are too much: with `stride` s only every s-th edge is kept, and the edges
+between are recomputed, a group of s segments at a time, when backward reaches them.
 
 Full. `FullBackward` is plain reverse-mode autodiff over the model's own forward pass: the reference in tests, and
 the faster way for short rows.
@@ -30,12 +28,13 @@ from typing import Any, Protocol, TypeAlias
 import mlx.core as mx
 
 from segtrain.layouts import Layout, Span, Stream
-from segtrain.logprobs import cotangent, log_softmax_at, score
-from segtrain.lora import Lora, Slot, swapped
+from segtrain.logprobs import PADDED_ROWS, Scorer, cotangent, log_softmax_at, padded_rows, score, scorer
+from segtrain.lora import Lora, swapped
 from segtrain.losses import Loss, LossValue, value_and_grad
 from segtrain.segments import HIDDEN, Segment, cuts, split
 
 Carry: TypeAlias = dict[str, mx.array]
+Products: TypeAlias = dict[Segment, list[mx.array]]
 Meter: TypeAlias = Callable[[str, int], AbstractContextManager[None]]
 """(phase, stream number) -> a context around that phase: where memory and time are read."""
 
@@ -72,6 +71,8 @@ class Stack(Protocol):
     def run(self, tape: Tape, carry: Mapping[str, mx.array], lo: int, hi: int) -> Carry: ...
     def pure(self, tape: Tape, lo: int, hi: int, *, shared: bool) -> Pure: ...
     def prepared(self, lo: int, hi: int) -> AbstractContextManager[None]: ...
+    def remembering(self, lo: int, hi: int) -> AbstractContextManager[list[mx.array]]: ...
+    def recalling(self, lo: int, hi: int, products: Sequence[mx.array]) -> AbstractContextManager[None]: ...
     def logits(self, h: mx.array) -> mx.array: ...
     def whole(self, stream: Stream) -> mx.array: ...
 
@@ -94,11 +95,11 @@ def no_meter(phase: str, stream: int) -> AbstractContextManager[None]:
 
 
 class Evaluator:
-    """Evaluates the phases' results in order.
+    """Evaluates results in order: those of a segment, of a chunk of the head.
 
-    `lookahead` 0 awaits each at once. 1 awaits a phase when the next one's graph has been built, and only then starts that
-    one: the device waits less for Python, and still holds one phase. 2 starts the next phase before the last is awaited: faster
-    still, with two phases' memory.
+    `lookahead` 0 awaits each at once. 1 awaits a result when the next one's graph has been built, and only then
+    starts that one: the device waits less for Python, and still holds one segment. 2 starts the next one before the
+    last is awaited: faster still, with two segments' memory.
     """
 
     def __init__(self, lookahead: int = 0):
@@ -124,8 +125,9 @@ class Evaluator:
 class SegmentedBackward:
     """Backward segment by segment.
 
-    Of the layers, `segment_size` are live at a time; the head takes `head_chunk` rows at a time; the activations of the last
-    `keep` layers stay from forward to backward; carries are kept at every `stride`-th segment edge.
+    Of the layers, `segment_size` are live at a time; the head takes `head_chunk` rows at a time; the matrix products
+    of the last `keep` layers stay from forward to backward; carries are kept at every `stride`-th segment edge.
+    `compiled`: one graph for all segments that compute the same, and one for the head's chunks.
     """
 
     def __init__(
@@ -148,37 +150,33 @@ class SegmentedBackward:
         self.head_chunk, self.lookahead = head_chunk, lookahead
         self.compiled = compiled and not lora.dropout  # a traced graph would hold the first row's dropout masks
         self._traced: dict[tuple, Callable] = {}
-        frozen, kept_from = lora.lowest, max(len(stack) - keep, lora.lowest)
-        ranges = [(0, frozen, segment_size), (frozen, kept_from, segment_size), (kept_from, len(stack), len(stack))]
-        bounds = [cut for lo, hi, size in ranges for cut in cuts(lo, hi, size)]
-        segments = split(len(stack), bounds, stack.reads, stack.writes)
-        self.frozen = [s for s in segments if s.hi <= frozen]
-        self.kept = [s for s in segments if keep and s.lo >= kept_from]
-        rest = [s for s in segments if s.lo >= frozen and s not in self.kept]
+        kept_from = max(len(stack) - keep, lora.lowest)
+        ranges = [(0, lora.lowest), (lora.lowest, kept_from), (kept_from, len(stack))]
+        segments = split(
+            len(stack), [cut for lo, hi in ranges for cut in cuts(lo, hi, segment_size)], stack.reads, stack.writes
+        )
+        self.frozen = [s for s in segments if s.hi <= lora.lowest]
+        rest = segments[len(self.frozen) :]
         self.groups = [rest[i : i + stride] for i in range(0, len(rest), stride)]
+        self.kept = {s for s in rest if keep and s.lo >= kept_from}
 
     def step(self, layout: Layout) -> Step:
         """One row's loss and gradients. `layout`'s streams are independent but for the loss."""
         settle = Evaluator(self.lookahead)
         tapes = [self.stack.begin(stream) for stream in layout.streams]
+        products: list[Products] = [{} for _ in tapes]
         saved: list[list[Carry]] = []  # per stream: the carry at the start of each group
-        last: list[Carry] = []
+        hidden: list[mx.array] = []
         for number, tape in enumerate(tapes):
-            _, *starts, final = self._forward(
-                number, tape, {HIDDEN: tape.embedded}, [self.frozen, *self.groups], settle
-            )
+            groups = [self.frozen, *self.groups]
+            _, *starts, final = self._forward(number, tape, {HIDDEN: tape.embedded}, groups, settle, products[number])
             saved.append(starts)
-            last.append(final)
+            hidden.append(final[HIDDEN])
             del starts, final
-        if self.kept:
-            value, cotangents, grads = self._kept(layout, tapes, last)
-        else:
-            settle.drain()
-            value, dhs = self._head(layout, [carry[HIDDEN] for carry in last])
-            cotangents, grads = [{HIDDEN: dh} for dh in dhs], {}
-        del last
+        value, dhs = self._head(layout, hidden, settle)
+        grads: dict[str, mx.array] = {}
         for number, tape in enumerate(tapes):
-            self._backward(number, tape, saved[number], cotangents[number], grads, settle)
+            self._backward(number, tape, saved[number], products[number], {HIDDEN: dhs.pop(0)}, grads, settle)
         settle.drain()
         return Step(value, grads)
 
@@ -189,87 +187,76 @@ class SegmentedBackward:
         with self.lora.dropout_keys.disabled():
             for number, stream in enumerate(layout.streams):
                 tape = self.stack.begin(stream)
-                groups = [self.frozen, *self.groups, self.kept]
-                h = self._forward(number, tape, {HIDDEN: tape.embedded}, groups, settle)[-1][HIDDEN]
-                scores = self._score(layout, number, h, gradient=False)
+                h = self._forward(number, tape, {HIDDEN: tape.embedded}, [self.frozen, *self.groups], settle)[-1][
+                    HIDDEN
+                ]
+                scores = self._score(layout, number, h, settle, gradient=False)
                 sums |= {name: logp for name, (_, logp, _) in scores.items()}
+        settle.drain()
         return self.loss(sums, _counts(layout))
 
     def _forward(
-        self, number: int, tape: Tape, carry: Carry, groups: Sequence[Sequence[Segment]], settle: Evaluator
+        self,
+        number: int,
+        tape: Tape,
+        carry: Carry,
+        groups: Sequence[Sequence[Segment]],
+        settle: Evaluator,
+        products: Products | None = None,
     ) -> list[Carry]:
-        """Run segments in order; returns the carry at the start of each group, and the last one."""
+        """Run segments in order; returns the carry at the start of each group, and the last one.
+
+        Where `products` is given, it gets those of kept segments.
+        """
         edges = []
         self.lora.dropout_keys.stream = number
         for group in groups:
             edges.append(carry)
             for segment in group:
                 with self.meter(f"forward{segment}", number):
-                    carry = carry | self._segment_forward(tape, segment, carry)
-                    settle(_pick(carry, segment.writes))
+                    keep = products is not None and segment in self.kept
+                    written, made = self._segment_forward(tape, segment, carry, keep=keep)
+                    carry = carry | written
+                    if products is not None and keep:
+                        products[segment] = made
+                    settle([written, made])
         return [*edges, carry]
 
     def _score(
-        self, layout: Layout, number: int, h: mx.array, *, gradient: bool, awaited: bool = True
+        self, layout: Layout, number: int, h: mx.array, settle: Evaluator, *, gradient: bool
     ) -> dict[str, tuple[Span, mx.array, list[mx.array]]]:
         """Per span of stream `number`: the span, its sum of log-probs, and its unit gradient in chunks."""
         scores = {}
+        compiled = self._scorer(gradient) if self.compiled else None
         with self.meter("head", number):
             for name, span in layout.spans.items():
                 if span.stream == number:
                     scored = score(
-                        self.stack.logits, h, span, self.head_chunk, gradient=gradient, awaited=awaited
+                        self.stack.logits, h, span, self.head_chunk, gradient=gradient, compiled=compiled, settle=settle
                     )
                     scores[name] = (span, scored.logp, scored.units)
         return scores
 
-    def _head(
-        self, layout: Layout, hidden: Sequence[mx.array], *, awaited: bool = True
-    ) -> tuple[LossValue, list[mx.array]]:
-        """The loss, and its gradient with respect to each stream's last hidden states."""
-        scores = [self._score(layout, n, h, gradient=True, awaited=awaited) for n, h in enumerate(hidden)]
+    def _head(self, layout: Layout, hidden: list[mx.array], settle: Evaluator) -> tuple[LossValue, list[mx.array]]:
+        """The loss, and its gradient with respect to each stream's last hidden states, which are let go of."""
+        scores = [self._score(layout, n, h, settle, gradient=True) for n, h in enumerate(hidden)]
         sums = {name: logp for stream in scores for name, (_, logp, _) in stream.items()}
         value, slopes = value_and_grad(self.loss, sums, _counts(layout))
         dhs = []
         for h, stream in zip(hidden, scores, strict=True):
             dhs.append(cotangent(h, [(span, units, slopes[name]) for name, (span, _, units) in stream.items()]))
-            stream.clear()
-            if awaited:
-                mx.eval(dhs[-1])
-        if awaited:
-            mx.eval(value.total, value.metrics)
+        del h, stream
+        hidden.clear()
+        scores.clear()
+        settle([value.total, value.metrics, dhs])
         return value, dhs
-
-    def _kept(
-        self, layout: Layout, tapes: Sequence[Tape], carries: Sequence[Carry]
-    ) -> tuple[LossValue, list[Carry], dict[str, mx.array]]:
-        """Kept segments of all streams and the head in one transform: value, cotangents of `carries`, gradients."""
-        (segment,) = self.kept
-        slots = self.lora.slots(segment.lo, segment.hi)
-        value: list[LossValue] = []
-
-        def product(given: list[Carry], values: list[mx.array]) -> mx.array:
-            hidden = []
-            with swapped(slots, values):
-                for number, (tape, carry) in enumerate(zip(tapes, given, strict=True)):
-                    self.lora.dropout_keys.stream = number
-                    hidden.append(self.stack.run(tape, carry, segment.lo, segment.hi)[HIDDEN])
-            loss, dhs = self._head(layout, [mx.stop_gradient(h) for h in hidden], awaited=False)
-            value.append(loss)
-            products = [(h * mx.stop_gradient(dh)).sum() for h, dh in zip(hidden, dhs, strict=True)]
-            return mx.stack(products).sum()
-
-        given = [_pick(carry, segment.reads) for carry in carries]
-        with self.meter(f"kept{segment}", 0), self.stack.prepared(segment.lo, segment.hi):
-            cotangents, grads = mx.grad(product, argnums=(0, 1))(given, [slot.value for slot in slots])
-            mx.eval(value[0].total, value[0].metrics, cotangents, grads)
-        return value[0], cotangents, {slot.name: grad for slot, grad in zip(slots, grads, strict=True)}
 
     def _backward(
         self,
         number: int,
         tape: Tape,
         saved: list[Carry],
+        products: Products,
         cotangents: Carry,
         grads: dict[str, mx.array],
         settle: Evaluator,
@@ -280,18 +267,27 @@ class SegmentedBackward:
             edges = self._forward(number, tape, saved.pop(), [[s] for s in group[:-1]], settle)
             for segment in reversed(group):
                 with self.meter(f"backward{segment}", number):
-                    self._segment_vjp(tape, segment, edges.pop(), cotangents, grads, settle)
+                    kept = products.pop(segment, None)
+                    self._segment_vjp(tape, segment, edges.pop(), cotangents, grads, settle, kept)
+                    del kept
 
-    def _segment_forward(self, tape: Tape, segment: Segment, carry: Carry) -> Carry:
-        """What `segment` writes, unevaluated."""
+    def _segment_forward(
+        self, tape: Tape, segment: Segment, carry: Carry, *, keep: bool
+    ) -> tuple[Carry, list[mx.array]]:
+        """What `segment` writes, and the products that its backward pass can use (if kept), unevaluated."""
         pure = self.stack.pure(tape, segment.lo, segment.hi, shared=self.compiled)
+        lo, hi = pure.lo, pure.hi
 
-        def forward(given: Carry, values: list[mx.array], arrays: list[mx.array]) -> Carry:
-            with self.stack.prepared(pure.lo, pure.hi), swapped(self.lora.slots(pure.lo, pure.hi), values):
-                return _pick(pure.run(given, arrays), segment.writes)
+        def forward(given: Carry, values: list[mx.array], arrays: list[mx.array]) -> tuple[Carry, list[mx.array]]:
+            remembering = self.stack.remembering(lo, hi) if keep else nullcontext([])
+            with self.stack.prepared(lo, hi), swapped(self.lora.slots(lo, hi), values), remembering as products:
+                written = _pick(pure.run(given, arrays), segment.writes)
+            return written, products
 
         values = [slot.value for slot in self.lora.slots(segment.lo, segment.hi)]
-        return self._trace("forward", pure, forward)(_pick(carry, segment.reads), values, pure.arrays)
+        function = self._trace(f"forward {keep}", pure, forward)
+        written, products = function(_pick(carry, segment.reads), values, pure.arrays)
+        return written, products
 
     def _segment_vjp(
         self,
@@ -301,17 +297,21 @@ class SegmentedBackward:
         cotangents: Carry,
         grads: dict[str, mx.array],
         settle: Evaluator,
+        products: list[mx.array] | None = None,
     ) -> None:
         """Replace the cotangents of what `segment` writes by those of what it reads; add its parameters' gradients."""
         pure = self.stack.pure(tape, segment.lo, segment.hi, shared=self.compiled)
         own, shared = (self.lora.slots(lo, hi) for lo, hi in ((segment.lo, segment.hi), (pure.lo, pure.hi)))
         reads = segment.reads if segment.lo > self.lora.lowest else ()  # nothing below the lowest needs a cotangent
 
+        def recalling(known: list[mx.array]) -> AbstractContextManager[None]:
+            return self.stack.recalling(pure.lo, pure.hi, known) if known else nullcontext()
+
         def backward(
-            given: Carry, values: list[mx.array], arrays: list[mx.array], outer: Carry
+            given: Carry, values: list[mx.array], arrays: list[mx.array], outer: Carry, known: list[mx.array]
         ) -> tuple[list[mx.array], list[mx.array]]:
             def outputs(*inputs: mx.array) -> list[mx.array]:
-                with swapped(shared, inputs[len(reads) :]):
+                with swapped(shared, inputs[len(reads) :]), recalling(known):
                     out = pure.run(given | dict(zip(reads, inputs[: len(reads)], strict=True)), arrays)
                 return [out[name] for name in segment.writes]
 
@@ -320,18 +320,25 @@ class SegmentedBackward:
                 _, results = mx.vjp(outputs, inputs, [outer[name] for name in segment.writes])
             return results[: len(reads)], results[len(reads) :]
 
-        dcarry, dvalues = self._trace(f"backward {reads}", pure, backward)(
+        dcarry, dvalues = self._trace(f"backward {reads} {bool(products)}", pure, backward)(
             _pick(carry, segment.reads),
             [slot.value for slot in own],
             pure.arrays,
             {name: cotangents.pop(name) for name in segment.writes},
+            products or [],
         )
         for name, grad in zip(reads, dcarry, strict=True):
             cotangents[name] = cotangents[name] + grad if name in cotangents else grad
         for slot, grad in zip(own, dvalues, strict=True):
             grads[slot.name] = grads[slot.name] + grad if slot.name in grads else grad
-        del carry, dcarry, dvalues
+        del carry, products, dcarry, dvalues
         settle([[cotangents[name] for name in reads], [grads[slot.name] for slot in own]])
+
+    def _scorer(self, gradient: bool) -> Scorer:
+        key = ("head", gradient)
+        if key not in self._traced:
+            self._traced[key] = mx.compile(scorer(self.stack.logits, gradient=gradient))
+        return self._traced[key]
 
     def _trace(self, kind: str, pure: Pure, function: Callable) -> Callable:
         """`function` itself, or one compiled graph for all segments that compute the same."""
@@ -346,14 +353,11 @@ class SegmentedBackward:
 class FullBackward:
     """Reverse-mode autodiff over the model's own forward pass, all activations and logits of a row live at once.
 
-    `compiled`: one graph for all rows whose streams have the same lengths; scored rows are padded to a multiple of `PADDED_ROWS`.
+    `compiled`: one graph for all rows whose streams have the same lengths; scored rows are padded to a multiple of
+    `PADDED_ROWS`.
     """
 
-    PADDED_ROWS = 128
-
-    def __init__(
-        self, stack: Stack, lora: Lora, loss: Loss, *, compiled: bool = False, meter: Meter = no_meter
-    ):
+    def __init__(self, stack: Stack, lora: Lora, loss: Loss, *, compiled: bool = False, meter: Meter = no_meter):
         self.stack, self.lora, self.loss, self.meter = stack, lora, loss, meter
         self.compiled = compiled and not lora.dropout  # as in `SegmentedBackward`
         self._traced: dict[tuple, Callable] = {}
@@ -378,9 +382,10 @@ class FullBackward:
         def function(values: list[mx.array], *inputs: Any) -> Any:
             return mx.value_and_grad(self._total)(values, layout, *inputs)
 
-        if not self.compiled or any(stream.branches for stream in layout.streams):
+        if not self.compiled:
             return function
-        key = tuple((name, span.stream) for name, span in layout.spans.items())
+        spans = tuple((name, span.stream) for name, span in layout.spans.items())
+        key = (spans, *((stream.prefix, stream.branches) for stream in layout.streams))
         if key not in self._traced:
             self._traced[key] = mx.compile(function)
         return self._traced[key]
@@ -407,21 +412,14 @@ class FullBackward:
         return value.total, value.metrics
 
     def _inputs(self, layout: Layout) -> tuple[list[mx.array], dict[str, tuple], dict[str, mx.array]]:
-        multiple = self.PADDED_ROWS if self.compiled else 1
+        multiple = PADDED_ROWS if self.compiled else 1
         tokens = [stream.tokens for stream in layout.streams]
-        scored = {name: _padded_rows(span, multiple) for name, span in layout.spans.items()}
+        scored = {name: padded_rows(span, multiple) for name, span in layout.spans.items()}
         return tokens, scored, {name: mx.array(float(n)) for name, n in _counts(layout).items()}
 
     def _weight(self, layout: Layout) -> float:
         zeros = {name: mx.array(0.0) for name in layout.spans}
         return float(self.loss(zeros, _counts(layout)).weight)
-
-
-def _padded_rows(span: Span, multiple: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Rows and targets [M'] with M' a multiple, and weights that are 0 for the filler."""
-    extra = -len(span) % multiple
-    rows, targets = (mx.pad(x, (0, extra)) for x in (span.rows, span.targets))
-    return rows, targets, (mx.arange(len(span) + extra) < len(span)).astype(mx.float32)
 
 
 def _counts(layout: Layout) -> dict[str, int]:

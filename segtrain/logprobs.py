@@ -1,12 +1,15 @@
 """Hidden states to token log-probabilities and their gradient, a chunk of rows at a time.
 
-No `[T, V]` array ever exists: each chunk of M' scored rows is projected, reduced in float32, differentiated and evaluated before
-the next begins. There is no autodiff across the softmax: with z = logits(h) the gradient of log p[y] is
+No `[T, V]` array ever exists: each chunk of M' scored rows is projected, reduced in float32 and differentiated before
+the next one is. There is no autodiff across the softmax: with z = logits(h) the gradient of log p[y] is
 
     d log p[y] / dz = onehot(y) - softmax(z)
 
-and only norm and projection (soft-cap, scale, bias: whatever the model's own head does) are differentiated, by a vjp of that cotangent.
-A chunk takes about 12 bytes x V a row: logits, float32 copy, softmax, cotangent.
+and only norm and projection (soft-cap, scale, bias: whatever the model's own head does) are differentiated, by a vjp
+of that cotangent. A chunk takes at most 12 bytes x V a row: logits, float32 copy, softmax, cotangent.
+
+A scorer may be compiled. To serve many lengths of spans by few graphs, spans are then cut into chunks of equal
+length, a multiple of `PADDED_ROWS`; filler rows weigh nothing.
 
 Shapes: `h` [..., T, H] hidden states that leave the last layer; `M` scored rows of a span; V vocabulary.
 """
@@ -21,9 +24,13 @@ from segtrain.layouts import Span
 
 BYTES_PER_LOGIT = 12
 MIN_CHUNK, MAX_CHUNK = 64, 2048
+PADDED_ROWS = 128
 
 Logits: TypeAlias = Callable[[mx.array], mx.array]
 """[..., M', H] to [1, M', V], row by row: final norm and output projection."""
+
+Scorer: TypeAlias = Callable[..., list[mx.array]]
+"""What `scorer` makes, or that compiled."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +46,50 @@ def chunk_rows(vocabulary: int, budget: int = 512 << 20) -> int:
     return max(MIN_CHUNK, min(MAX_CHUNK, budget // (BYTES_PER_LOGIT * vocabulary)))
 
 
+def scorer(logits: Logits, *, gradient: bool) -> Scorer:
+    """A function of hidden states [..., M', H], targets [M'] and weights [M'] or None.
+
+    It gives the weighted sum of log-probs, float32, and the gradient with respect to the hidden states, if wanted.
+    """
+
+    def rows(h: mx.array, targets: mx.array, weights: mx.array | None = None) -> list[mx.array]:
+        z, at = logits(h), targets[None, :, None]
+        lse = mx.logsumexp(z.astype(mx.float32), axis=-1, keepdims=True)
+        logp = mx.take_along_axis(z, at, axis=-1).astype(mx.float32) - lse
+        weight = mx.ones_like(logp) if weights is None else weights[None, :, None]
+        total = (logp * weight).sum()
+        if not gradient:
+            return [total]
+        minus_p = -mx.exp(z.astype(mx.float32) - lse)
+        dz = (minus_p if weights is None else minus_p * weight).astype(z.dtype)
+        dz = mx.put_along_axis(dz, at, ((1 - mx.exp(logp)) * weight).astype(z.dtype), axis=-1)
+        return [total, *mx.vjp(lambda x: [logits(x)], [h], [dz])[1]]
+
+    return rows
+
+
 def score(
-    logits: Logits, h: mx.array, span: Span, chunk: int, *, gradient: bool, awaited: bool = True
+    logits: Logits,
+    h: mx.array,
+    span: Span,
+    chunk: int,
+    *,
+    gradient: bool,
+    compiled: Scorer | None = None,
+    settle: Callable[[list[mx.array]], None] = mx.eval,
 ) -> SpanScore:
     """Sum of log-probs of `span.targets` given rows `span.rows` of `h`, and its unit gradient if wanted.
 
-    Chunks are evaluated one by one; with `awaited` false nothing is evaluated here, but each chunk depends on the one before.
+    `settle` gets what each chunk made, to evaluate it before the next one is begun. `compiled` is the compiled
+    `scorer`.
     """
+    rows_scorer = compiled or scorer(logits, gradient=gradient)
     total, units = mx.array(0.0), []
-    for rows, targets in _chunks(span, chunk):
-        part = mx.take(h, rows, axis=-2)
-        if units and not awaited:
-            (part,) = mx.depends([part], [units[-1], total])
-        logp, unit = _score_rows(logits, part, targets, gradient)
+    for rows, *given in _chunks(span, chunk, PADDED_ROWS if compiled else None):
+        logp, *unit = rows_scorer(mx.take(h, rows, axis=-2), *given)
         total = total + logp
-        if awaited:
-            mx.eval(total, unit)
-        if unit is not None:
-            units.append(unit)
+        units += unit
+        settle([total, *unit])
     return SpanScore(total, units)
 
 
@@ -64,8 +97,9 @@ def cotangent(h: mx.array, spans: list[tuple[Span, list[mx.array], mx.array]]) -
     """dL/dh from each span's unit gradient and dL/d(sum): zero where nothing is scored. Shape and dtype of `h`."""
     dh = mx.zeros_like(h)
     for span, units, slope in spans:
-        unit = mx.concatenate(units, axis=-2) if len(units) > 1 else units[0]
-        dh = dh.at[..., span.rows, :].add((slope * unit).astype(h.dtype))
+        scaled = [(slope * unit).astype(h.dtype) for unit in units]
+        rows = mx.pad(span.rows, (0, sum(unit.shape[-2] for unit in units) - len(span)))
+        dh = dh.at[..., rows, :].add(mx.concatenate(scaled, axis=-2))
     return dh
 
 
@@ -75,21 +109,19 @@ def log_softmax_at(z: mx.array, targets: mx.array) -> mx.array:
     return mx.take_along_axis(z, targets[None, :, None], axis=-1).squeeze(-1) - mx.logsumexp(z, axis=-1)
 
 
-def _score_rows(
-    logits: Logits, h: mx.array, targets: mx.array, gradient: bool
-) -> tuple[mx.array, mx.array | None]:
-    z = logits(h)
-    z32, at = z.astype(mx.float32), targets[None, :, None]
-    lse = mx.logsumexp(z32, axis=-1, keepdims=True)
-    logp = (mx.take_along_axis(z32, at, axis=-1) - lse).sum()
-    if not gradient:
-        return logp, None
-    minus_p = -mx.exp(z32 - lse)
-    dz = mx.put_along_axis(minus_p, at, 1 + mx.take_along_axis(minus_p, at, axis=-1), axis=-1).astype(z.dtype)
-    _, (dh,) = mx.vjp(lambda x: [logits(x)], [h], [dz])
-    return logp, dh
+def padded_rows(span: Span, multiple: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Rows and targets [M'] with M' a multiple, and weights that are 0 for the filler."""
+    extra = -len(span) % multiple
+    rows, targets = (mx.pad(x, (0, extra)) for x in (span.rows, span.targets))
+    return rows, targets, (mx.arange(len(span) + extra) < len(span)).astype(mx.float32)
 
 
-def _chunks(span: Span, size: int) -> Iterator[tuple[mx.array, mx.array]]:
-    for lo in range(0, len(span), size):
-        yield span.rows[lo : lo + size], span.targets[lo : lo + size]
+def _chunks(span: Span, size: int, multiple: int | None) -> Iterator[tuple[mx.array, ...]]:
+    """(rows, targets) of at most `size` rows; given a `multiple`, (rows, targets, weights) of equally many rows."""
+    parts: tuple[mx.array, ...] = (span.rows, span.targets)
+    if multiple:
+        count = -(-len(span) // max(size, multiple))
+        size = -(-len(span) // (count * multiple)) * multiple
+        parts = padded_rows(span, size)
+    for lo in range(0, parts[0].shape[0], size):
+        yield tuple(part[lo : lo + size] for part in parts)

@@ -220,8 +220,8 @@ def test_bf16_is_as_near_to_the_float32_truth_as_full_backward(family: str, bits
 def test_control_a_dropped_donor_cotangent_is_seen(monkeypatch):
     original = SegmentedBackward._segment_vjp
 
-    def dropping(self, tape, segment, carry, cotangents, grads, settle):
-        original(self, tape, segment, carry, cotangents, grads, settle)
+    def dropping(self, tape, segment, carry, cotangents, grads, settle, products):
+        original(self, tape, segment, carry, cotangents, grads, settle, products)
         for name in [n for n in cotangents if n != "h"]:
             cotangents[name] = mx.zeros_like(cotangents[name])
 

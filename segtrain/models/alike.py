@@ -5,7 +5,7 @@ the arrays are its inputs. Two layers are alike when their modules have the same
 array shapes; anything unknown in a module makes it unlike every other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -46,6 +46,22 @@ def holding(where: Sequence[Place], arrays: Sequence[mx.array]) -> Iterator[None
     finally:
         for (module, key), array in zip(where, before, strict=True):
             module[key] = array
+
+
+def as_function(module: nn.Module, original: Callable) -> tuple[Callable[..., mx.array], list[mx.array]]:
+    """`original(module, x)` as a function of x and the trainable arrays in `module`, and those arrays.
+
+    All other arrays are fixed as they are now: the function may be called when others are in place.
+    """
+    slots = [(m, key) for _, m in module.named_modules() for key in m if key in TRAINABLE]
+    frozen = places([module])
+    weights = [m[key] for m, key in frozen]
+
+    def function(x: mx.array, *values: mx.array) -> mx.array:
+        with holding([*frozen, *slots], [*weights, *values]):
+            return original(module, x)
+
+    return function, [m[key] for m, key in slots]
 
 
 def _described(module: nn.Module) -> Iterator[Any]:

@@ -17,7 +17,8 @@ soft-cap. A model whose layers are called out of order, skipped, twice, or with 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -25,9 +26,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from segtrain.layouts import Stream
-from segtrain.models.alike import fingerprint, holding, places, plain
+from segtrain.models.alike import Place, fingerprint, holding, places, plain
 from segtrain.models.capture import arrays, intercept, leaves, map_tree
 from segtrain.models.dense import dequantized
+from segtrain.models.products import linear_modules, recalling, remembering
 from segtrain.models.stream_ops import Causal, StreamCache, stream_ops
 from segtrain.models.tokenwise import chunked, tokenwise_modules
 from segtrain.segments import HIDDEN
@@ -70,6 +72,10 @@ class _Call:
     kwargs: dict[str, Any]
     caches: dict[int, StreamCache]
 
+    @cached_property
+    def constants(self) -> list[mx.array]:
+        return arrays((self.args, self.kwargs))
+
 
 @dataclass(frozen=True)
 class Tape:
@@ -78,6 +84,7 @@ class Tape:
     stream: Stream
     embedded: mx.array
     calls: list[_Call]
+    kinds: dict[int, int] = field(default_factory=dict)  # by layer, see `LayerStack._kind`
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,10 @@ class LayerStack:
         self.model = model
         self.mlp_rows: int | None = None  # tokens that a layer's MLP takes at a time; None: all
         self.dequantize = False  # whether running layers work on dense copies of quantised weights
-        self._fingerprints: list[tuple] = []
-        self._alike: dict[tuple, tuple[int, int, Tape]] = {}
+        self._kinds: dict[tuple, int] = {}  # what there is to know of a layer and its call -> a number for it
+        self._fingerprints: dict[int, int] = {}
+        self._places: dict[int, list[Place]] = {}
+        self._alike: dict[tuple, tuple[int, int, Callable]] = {}
         self.layers = list(model.layers)
         self.attention_only = _attention_only(model)
         self.shares_prefix = self.attention_only and not _rope_by_length(model)
@@ -126,9 +135,9 @@ class LayerStack:
         return self._writes[i]
 
     def begin(self, stream: Stream) -> Tape:
-        """Record the model's calls on `stream`; embeddings and constants are evaluated, no layer runs."""
+        """Record the model's calls on `stream`; embeddings and constants are being evaluated, no layer runs."""
         tape = self._record(stream, _Recorder(self._signatures))
-        mx.eval(tape.embedded, [arrays((call.args, call.kwargs)) for call in tape.calls])
+        mx.async_eval(tape.embedded, [call.constants for call in tape.calls])
         return tape
 
     def run(self, tape: Tape, carry: Mapping[str, mx.array], lo: int, hi: int) -> dict[str, mx.array]:
@@ -141,31 +150,56 @@ class LayerStack:
 
     def pure(self, tape: Tape, lo: int, hi: int, *, shared: bool) -> Pure:
         """Layers lo..hi-1 as a function that, if `shared` and possible, serves every range of like layers."""
-        if not shared or tape.stream.branches:
+        if not shared:
             return Pure(None, lo, hi, lambda carry, _: self.run(tape, carry, lo, hi), [])
-        calls = tape.calls[lo:hi]
-        constants = arrays([(call.args, call.kwargs) for call in calls])
-        key = (
-            self._fingerprint(lo, hi),
-            *(_static(call, self._crossing) for call in calls),
-            self.mlp_rows,
-            self.dequantize,
-        )
-        first, last, like = self._alike.setdefault(key, (lo, hi, _without_arrays(tape, lo, hi)))
-        where = places(self.layers[first:last])
+        key = (self.mlp_rows, self.dequantize, *(self._kind(tape, i) for i in range(lo, hi)))
+        if key not in self._alike:
+            self._alike[key] = lo, hi, self._function_of_arrays(tape, lo, hi)
+        own = [module[name] for i in range(lo, hi) for module, name in self._places[i]]
+        constants = [array for call in tape.calls[lo:hi] for array in call.constants]
+        first, last, run = self._alike[key]
+        return Pure(key, first, last, run, [*own, *constants])
+
+    def _function_of_arrays(self, tape: Tape, lo: int, hi: int) -> Callable:
+        """`run` of layers lo..hi-1 with their frozen arrays and the constants of their calls as second argument."""
+        where = [place for i in range(lo, hi) for place in self._places[i]]
+        like = _without_arrays(tape, lo, hi)
 
         def run(carry: Mapping[str, mx.array], given: Sequence[mx.array]) -> dict[str, mx.array]:
             filled = _with_arrays(like, given[len(where) :])
             with holding(where, given[: len(where)]):
-                return self.run(filled, carry, first, last)
+                return self.run(filled, carry, lo, hi)
 
-        own = [module[name] for module, name in places(self.layers[lo:hi])]
-        return Pure(key, first, last, run, [*own, *constants])
+        return run
 
-    def _fingerprint(self, lo: int, hi: int) -> tuple:
-        if not self._fingerprints:
-            self._fingerprints = [fingerprint(layer) for layer in self.layers]
-        return tuple((self._fingerprints[i], self._signatures[i].reads, self._writes[i]) for i in range(lo, hi))
+    def _kind(self, tape: Tape, i: int) -> int:
+        """A number that layer calls have in common when they compute the same function of their arrays."""
+        if i not in tape.kinds:
+            if i not in self._places:
+                self._places[i] = places([self.layers[i]])
+                self._fingerprints[i] = self._interned(fingerprint(self.layers[i]))
+            stream = tape.stream
+            call = _static(tape.calls[i], self._crossing)
+            names = self._signatures[i].reads, self._writes[i]
+            tape.kinds[i] = self._interned((self._fingerprints[i], names, call, stream.prefix, stream.branches))
+        return tape.kinds[i]
+
+    def _interned(self, description: tuple) -> int:
+        return self._kinds.setdefault(description, len(self._kinds))
+
+    def remembering(self, lo: int, hi: int) -> AbstractContextManager[list[mx.array]]:
+        """Around a forward pass of layers lo..hi-1: a list of the products that `recalling` needs."""
+        return remembering(self._linear(lo, hi))
+
+    def recalling(self, lo: int, hi: int, products: Sequence[mx.array]) -> AbstractContextManager[None]:
+        """Around a recomputation of layers lo..hi-1, which takes these products instead of computing them."""
+        return recalling(self._linear(lo, hi), products)
+
+    def _linear(self, lo: int, hi: int) -> list[nn.Module]:
+        """The linear layers whose products can be remembered: not those that work in chunks."""
+        layers = self.layers[lo:hi]
+        chunked = [] if self.mlp_rows is None else [m for layer in layers for m in tokenwise_modules(layer)]
+        return linear_modules(layers, chunked)
 
     def prepared(self, lo: int, hi: int) -> AbstractContextManager[None]:
         """Around one use of layers lo..hi-1, a forward pass or a whole vjp: holds their dense weights if wanted."""

@@ -14,8 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from segtrain.lora import TRAINABLE
-from segtrain.models.alike import holding, places
+from segtrain.models.alike import as_function
 from segtrain.models.capture import intercept
 
 NAMES = ("mlp", "feed_forward", "ffn")
@@ -47,14 +46,12 @@ def chunked(modules: Sequence[nn.Module], rows: int) -> Iterator[None]:
 
 
 def _chunked_call(module: nn.Module, original: Any, x: mx.array, rows: int) -> mx.array:
-    slots = [(m, key) for _, m in module.named_modules() for key in m if key in TRAINABLE]
-    frozen = places([module])
-    weights = [m[key] for m, key in frozen]  # as they are now: the backward pass runs when others may be in place
+    function, trainable = as_function(module, original)
     bounds = [(lo, min(lo + rows, x.shape[-2])) for lo in range(0, x.shape[-2], rows)]
 
     def call(first_token: int, x: mx.array, *values: mx.array) -> mx.array:
-        with holding([*frozen, *slots], [*weights, *values]), _counting_from(module, first_token):
-            return original(module, x)
+        with _counting_from(module, first_token):
+            return function(x, *values)
 
     @mx.custom_function
     def whole(x: mx.array, *values: mx.array) -> mx.array:
@@ -62,7 +59,7 @@ def _chunked_call(module: nn.Module, original: Any, x: mx.array, rows: int) -> m
 
     @whole.vjp
     def backward(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
-        x, *values = primals if slots else (primals,)
+        x, *values = primals if trainable else (primals,)
         dxs: list[mx.array] = []
         sums: list[mx.array] = []
         for lo, hi in bounds:
@@ -73,9 +70,9 @@ def _chunked_call(module: nn.Module, original: Any, x: mx.array, rows: int) -> m
             dxs.append(dx)
             sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
         dx = mx.concatenate(dxs, axis=-2)
-        return (dx, *sums) if slots else dx
+        return (dx, *sums) if trainable else dx
 
-    result: Any = whole(x, *(m[key] for m, key in slots))
+    result: Any = whole(x, *trainable)
     return result
 
 
