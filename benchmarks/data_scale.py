@@ -5,10 +5,10 @@
     python benchmarks/data_scale.py --model M --only check --check-rows 100000 --workers 2
 
 Only the model's tokenizer is read. Each case runs in a process of its own. `seconds` is from the call of `open_data`
-(or `check_data`) to its end, `first_row` to the first training row, `rss_mb` the process's highest resident set (in `check`
-the parent's; `worker_mb` is the largest worker's), `above_mb` what of that came after tokenizer and imports were
-loaded, `rows_per_second` of encoding in one process, shuffled reads included. Rows are chats of about 60 to 260 tokens.
-One JSON line a case goes to `--out`.
+(or `check_data`) to its end, `first_row` to the first training row, `rss_mb` the process's highest resident set (in
+`check` the parent's; `worker_mb` is the largest worker's), `above_mb` what of that came after tokenizer and imports
+were loaded, `rows_per_second` of encoding in one process, shuffled reads included. Rows are chats of about 60 to 260
+tokens. One JSON line a case goes to `--out`.
 """
 
 import argparse

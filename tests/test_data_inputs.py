@@ -40,8 +40,7 @@ def opened(path: str, loss: str = "sft", tokenizer=TOKENIZER, **options) -> Data
 
 def rows(data: Data) -> list:
     """One epoch, in file order."""
-    assert data.rows_per_epoch
-    return sorted(islice(data.train, data.rows_per_epoch), key=lambda row: row.origin.line)
+    return sorted(islice(data.train, data.counts["rows"]), key=lambda row: row.origin.line)
 
 
 def learnt(row) -> str | tuple[str, str, str]:
@@ -56,6 +55,7 @@ GOOD = [
     ("bom.jsonl", {1: "one", 2: "two"}, {}),
     ("crlf.jsonl", {1: "one", 2: "two"}, {}),
     ("blank_lines.jsonl", {2: "one", 6: "two"}, {}),
+    ("bom_inside.jsonl", {1: "one", 2: "two"}, {}),
     ("no_final_newline.jsonl", {1: "one", 2: "two"}, {}),
     ("nul_escape.jsonl", {1: "o\0ne"}, {}),
     ("surrogate_pair.jsonl", {1: "🙂"}, {}),
@@ -79,8 +79,9 @@ GOOD = [
 @pytest.mark.parametrize(
     ("file", "expected", "dropped"), GOOD, ids=lambda value: str(value) if type(value) is str else ""
 )
-def test_what_is_learnt(file, expected, dropped):
-    data = opened(file, **(RENAMED if file.startswith("renamed") else {}))
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_learnt(file, expected, dropped, streaming):
+    data = opened(file, streaming=streaming, **(RENAMED if file.startswith("renamed") else {}))
     assert {row.origin.line: learnt(row) for row in rows(data)} == {line: text + END for line, text in expected.items()}
     assert {key.split(": ")[1]: n for key, n in data.counts.items() if ": " in key} == dropped
     assert data.counts["dropped"] == sum(dropped.values())

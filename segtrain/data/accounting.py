@@ -108,8 +108,8 @@ class Tally:
         rank = max(1, math.ceil(share * len(self.lengths)))
         return int(np.partition(np.frombuffer(self.lengths, np.int64), rank - 1)[rank - 1])
 
-    def counts(self, preference: bool) -> dict[str, Any]:
-        """Flat, for metrics.jsonl and the terminal."""
+    def counts(self, preference: bool, reasons: bool = True) -> dict[str, Any]:
+        """Flat, for metrics.jsonl and the terminal; with `reasons`, why rows were dropped too."""
         found: dict[str, Any] = {
             "rows": self.rows,
             "tokens": self.tokens,
@@ -120,8 +120,8 @@ class Tally:
             "p95": self.percentile(0.95),
             "longest": max(self.lengths, default=0),
         }
-        for reason, count in self.reasons.items():
-            found[f"dropped: {reason}"] = count
+        if reasons:
+            found |= {f"dropped: {reason}": count for reason, count in self.reasons.items()}
         if preference:
             found |= {
                 "identical": self.remarks[encode.IDENTICAL],

@@ -44,6 +44,9 @@ class ChatTemplate:
     def __init__(self, codec: Codec, source: str | None = None) -> None:
         self.codec, self.tokenizer = codec, codec.tokenizer
         self.source = _template_text(source) if source else None
+        wrapped: Any = getattr(codec.tokenizer, "_tokenizer", None)
+        if self.source and hasattr(wrapped, "apply_chat_template"):
+            self.tokenizer = wrapped  # mlx-lm's wrapper may have a template in Python, which would be taken instead
 
     @property
     def exists(self) -> bool:
@@ -124,9 +127,8 @@ class ChatTemplate:
     @cached_property
     def _options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"chat_template": self.source} if self.source else {}
-        # mlx-lm's wrapper turns thinking on by itself for tokenizers that know it; do the same for a bare one.
-        if not hasattr(self.tokenizer, "has_thinking") and all(len(self.codec.ids(text)) == 1 for text in _THINKING):
-            options["enable_thinking"] = True
+        if not hasattr(self.tokenizer, "has_thinking"):  # what mlx-lm's wrapper does by itself
+            options["enable_thinking"] = all(len(self.codec.ids(text)) == 1 for text in _THINKING)
         return options
 
     @cached_property

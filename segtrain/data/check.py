@@ -157,7 +157,7 @@ class _Checker:
         preference = isinstance(self.sample, PreferenceRow)
         if preference:
             train.tally.require_difference(name)
-        counts = train.tally.counts(preference)
+        counts = train.tally.counts(preference, reasons=False)
         duplicates = _duplicates(train)
         counts |= self._valid(train, duplicates)
         return CheckReport(

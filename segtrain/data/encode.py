@@ -7,7 +7,7 @@ A row longer than `max_seq_length` follows `on_long`:
   conversation the prompt is everything before its last supervised turn, system message included. A row whose response
   alone doesn't fit is dropped. A plain document, which has no prompt, loses its end;
 - `truncate`: it is cut from the right, and dropped if no supervised token is left;
-- `error`: the run doesn't start.
+- `error`: it is an error, when the data is opened or, in a set too large to be counted then, when the row is reached.
 
 Of a preference row the prompt is always cut from the left, alike for both responses (but under `error`), so that they
 can still share it; a response that leaves no room for a prompt token follows `on_long`.

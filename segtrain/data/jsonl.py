@@ -42,7 +42,7 @@ class JsonLines:
         """Row `number`, counted from 0 without blank lines."""
         start, length = self._index.span(number)
         data = os.pread(self._file.fileno(), length, start)
-        return Raw(data.rstrip(b"\r\n").lstrip(b" \t\r\n" + BOM), Origin(self.name, self._index.line(number)))
+        return Raw(_bare(data), Origin(self.name, self._index.line(number)))
 
     @property
     def fingerprint(self) -> list[Any]:
@@ -70,8 +70,8 @@ class LinesInOrder:
                 for data in iter(file.readline, b""):
                     line += 1
                     offset += len(data)
-                    if data.strip() not in (b"", BOM):
-                        rows.append(Raw(data.rstrip(b"\r\n"), Origin(str(path), line)))
+                    if _bare(data):
+                        rows.append(Raw(_bare(data), Origin(str(path), line)))
                     if len(rows) == limit:
                         return rows, [number, offset, line]
             number, offset, line = number + 1, 0, 0
@@ -95,6 +95,11 @@ class LinesInOrder:
     @property
     def fingerprint(self) -> list[Any]:
         return [[path.name, path.stat().st_size, _digest(path)] for path in self.paths]
+
+
+def _bare(line: bytes) -> bytes:
+    """A line without its end, and without what may stand before its object: blank lines, a byte-order mark."""
+    return line.rstrip(b" \t\r\n").lstrip(b" \t\r\n" + BOM)
 
 
 def _digest(path: Path, ends: int = 1 << 16) -> str:

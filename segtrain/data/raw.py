@@ -31,7 +31,7 @@ class Raw:
 def parse_line(line: bytes, origin: Origin) -> dict[str, Any]:
     """One JSON line as a mapping. Raises UserError naming file, line and what is wrong."""
     try:
-        text = line.decode("utf-8-sig" if origin.line == 1 else "utf-8")
+        text = line.decode("utf-8-sig")  # files that were joined have a mark within them
     except UnicodeDecodeError as error:
         what = "this looks like UTF-16" if line[:2] in (b"\xff\xfe", b"\xfe\xff") else "not UTF-8"
         raise UserError(
