@@ -40,7 +40,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "model_type": "gemma3_text", "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024,
         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 16000,
-        "query_pre_attn_scalar": 64, "sliding_window": 256, "sliding_window_pattern": 3, "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 64, "tie_word_embeddings": False, "sliding_window": 256, "sliding_window_pattern": 3, "rope_local_base_freq": 1e4,
     },
     "qwen3_moe": {
         "model_type": "qwen3_moe", "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768,
@@ -85,7 +85,7 @@ def cases() -> list[dict[str, Any]]:
             add("float32", sft(length), size)
         for length, size in [(512, 1), (1024, 2), (512, whole)]:
             add("bfloat16", sft(length), size)
-        for length, size in [(512, 1), (1024, 4)]:
+        for length, size in [(128, 1), (256, 4)]:
             add("4bit", sft(length), size)
         add("float32", preference("pair", 512, 256), 1)
         add("float32", preference("pair", 256, 128), 4)
@@ -112,7 +112,7 @@ def tuning_cases() -> list[dict[str, Any]]:
         for family in ("llama", "gemma3"):
             found.append({"family": family, "dtype": "float32", "row": sft(1024), "engine": engine})
     found.append(
-        {"family": "llama", "dtype": "4bit", "row": sft(512), "engine": {"segment_size": 1, "dequantize": True}}
+        {"family": "llama", "dtype": "4bit", "row": sft(256), "engine": {"segment_size": 1, "dequantize": True}}
     )
     return found
 
@@ -234,6 +234,16 @@ def environment() -> dict[str, str]:
     }
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a results file that hold a measurement."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if "measured_mb" in line]
+
+
+def case_key(line: dict[str, Any]) -> str:
+    return json.dumps([line[name] for name in ("family", "dtype", "row", "engine")], sort_keys=True)
+
+
 def spawn(case: dict[str, Any], out: Path) -> None:
     command = [sys.executable, __file__, "--child", json.dumps(case)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -256,8 +266,9 @@ def main() -> None:
         return
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if not args.compare:
+        done = {case_key(line) for line in read(args.out)}
         for case in tuning_cases() if args.tuning else cases():
-            if all(word in json.dumps(case) for word in args.only):
+            if all(word in json.dumps(case) for word in args.only) and case_key(case) not in done:
                 spawn(case, args.out)
 
 

@@ -134,8 +134,8 @@ class Planner:
         """The option for rows up to `row`; where that doesn't fit, for the `exact` one."""
         if row not in self._options:
             found = self.chooser.fastest(row, self.budget) or self._smaller(row)
-            if found is None and exact not in (None, row):
-                return self._option(exact, strict=strict)  # type: ignore[arg-type]
+            if found is None and exact is not None and exact != row:
+                return self._option(exact, strict=strict)
             if found is None and strict:
                 raise RunFailed(self._refusal(row))
             if found is None:
@@ -162,8 +162,8 @@ class Planner:
         far = longest(lambda length: chooser.leanest(self._row(length)).peak <= self.budget, max(row.streams))
         fix = f"set data.max_seq_length to {far}, or " if far else ""
         return (
-            f"a row of {max(row.streams):,} tokens needs {_gib(need / GIB)} and the budget is {_gib(self.budget / GIB)}; "
-            f"{fix}raise engine.memory_budget to {math.ceil(need / 1e6)}MB"
+            f"a row of {max(row.streams):,} tokens needs {_gib(need / GIB)} and the budget is "
+            f"{_gib(self.budget / GIB)}; {fix}raise engine.memory_budget to {math.ceil(need / 1e6)}MB"
         )
 
     def _row(self, length: int) -> RowShape:

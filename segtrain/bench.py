@@ -1,0 +1,209 @@
+"""`segtrain bench`: times the choices whose outcome depends on the machine, and writes them where the planner looks.
+
+Each choice is measured on a random model of a few layers, as whole training steps, against the plain way: products of
+packed weights against a dense copy, look-ahead, compiled segments, the MLP in chunks of tokens, and fused attention
+against blocks, with whether the fused kernel's backward is bounded in memory. Peaks are `mx.get_peak_memory` above
+what was in use before.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import llama
+
+from segtrain import attention, layouts, losses
+from segtrain import lora as lora_module
+from segtrain.engine import SegmentedBackward
+from segtrain.memory import machine
+from segtrain.models.stack import LayerStack
+
+GIB = 2**30
+SECONDS = 100.0  # the whole of it; what is left undone is said
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model and row to time with."""
+
+    hidden: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    tokens: int
+    vocabulary: int = 4096
+
+
+SIZES = {
+    "cpu": Size(512, 1536, 4, 8, 2, 512),
+    "metal": Size(2048, 5632, 4, 16, 4, 2048),
+    "cuda": Size(4096, 14336, 4, 32, 8, 4096),
+}
+SMALLEST = Size(32, 64, 2, 4, 2, 32, 64)
+
+
+@dataclass
+class Report:
+    """`results`: one row a measurement; `choices`: what the planner reads."""
+
+    device: str
+    backend: str
+    results: list[dict[str, Any]] = field(default_factory=list)
+    choices: dict[str, Any] = field(default_factory=dict)
+    path: str = ""
+
+
+def bench(*, size: Size | None = None, budget: float = SECONDS, path: Path | None = None) -> Report:
+    """Measure, write and return this machine's choices."""
+    backend = attention.backend().name
+    report = Report(str(mx.device_info().get("device_name", backend)), backend)
+    size = size or SIZES[backend]
+    started = time.perf_counter()
+    for measure in (_attention, _engine, _packed):
+        if time.perf_counter() - started > budget:
+            report.results.append({"name": measure.__name__.strip("_"), "note": "not measured: out of time"})
+            continue
+        measure(report, size)
+    report.path = str(_write(report, path or machine.path()))
+    return report
+
+
+def _write(report: Report, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "backend": report.backend,
+        "device": report.device,
+        "mlx": machine.mlx_version(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "choices": report.choices,
+        "results": report.results,
+    }
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+    return path
+
+
+def _timed(report: Report, name: str, run: Callable[[], Any], note: str = "") -> tuple[float, int]:
+    """Seconds (the fastest of some) and peak bytes of `run`; adds a row."""
+    run()  # kernels compile
+    mx.synchronize()
+    mx.clear_cache()
+    before, best = mx.get_active_memory(), float("inf")
+    mx.reset_peak_memory()
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        run()
+        mx.synchronize()
+        best = min(best, time.perf_counter() - begun)
+    peak = max(0, mx.get_peak_memory() - before)
+    report.results.append({"name": name, "seconds": best, "peak_gib": peak / GIB, "note": note})
+    return best, peak
+
+
+def _attention(report: Report, size: Size) -> None:
+    """Fused causal attention with its backward against blocks, and against the memory of all scores."""
+    dim, dtype = size.hidden // size.heads, _dtype(report.backend)
+    keys = mx.random.split(mx.random.key(0), 4)
+    heads = (size.heads, size.kv_heads, size.kv_heads, size.heads)
+    q, k, v, do = (
+        mx.random.normal((1, n, size.tokens, dim), key=key).astype(dtype) for n, key in zip(heads, keys, strict=True)
+    )
+    mx.eval(q, k, v, do)
+
+    def step(function: Callable[..., mx.array]) -> Callable[[], None]:
+        return lambda: mx.eval(mx.vjp(lambda *x: [function(*x)], [q, k, v], [do]))
+
+    def fused(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=dim**-0.5, mask="causal")
+
+    def blocks(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        table = attention.backend()
+        return attention.Blocks(dim**-0.5, None, None, table.tile_bytes, table.power)(q, k, v)
+
+    scores = size.heads * size.tokens**2 * q.dtype.size
+    fused_time, fused_peak = _timed(report, "attention, fused", step(fused))
+    blocks_time, _ = _timed(report, "attention, blocks", step(blocks))
+    bounded = fused_peak < scores
+    report.results[0]["note"] = "bounded" if bounded else "holds all scores"
+    report.choices["attention"] = "fused" if bounded and fused_time < blocks_time else "blocks"
+    report.choices["fused_is_bounded"] = bounded
+
+
+def _engine(report: Report, size: Size) -> None:
+    """The engine's settings, each against the plain step."""
+    stack, lora = _model(size, report.backend)
+    row = _row(size)
+
+    def step(*, mlp_rows: int | None = None, **options: Any) -> Callable[[], None]:
+        def run() -> None:
+            stack.mlp_rows = mlp_rows
+            mx.eval(engine.step(row).grads)
+            stack.mlp_rows = None
+
+        engine = SegmentedBackward(stack, lora, losses.sft, head_chunk=256, **options)
+        return run
+
+    plain, _ = _timed(report, "step, plain", step())
+    ahead = [_timed(report, f"step, look-ahead {n}", step(lookahead=n))[0] / plain for n in (1, 2)]
+    report.choices["lookahead"] = [1.0, *(round(x, 3) for x in ahead)]
+    report.choices["compiled"] = round(_timed(report, "step, compiled segments", step(compiled=True))[0] / plain, 3)
+    chunks = _timed(report, "step, MLP in chunks", step(mlp_rows=max(1, size.tokens // 4)))[0]
+    report.choices["mlp_chunks"] = round(chunks / plain, 3)
+
+
+def _packed(report: Report, size: Size) -> None:
+    """4-bit weights: products of packed weights against a dense copy per segment."""
+    stack, lora = _model(size, report.backend, bits=4)
+    row = _row(size)
+    engine = SegmentedBackward(stack, lora, losses.sft, head_chunk=256)
+
+    def step(dense: bool) -> Callable[[], None]:
+        def run() -> None:
+            stack.dequantize = dense
+            mx.eval(engine.step(row).grads)
+
+        return run
+
+    packed, _ = _timed(report, "4-bit step, packed", step(False))
+    dense, _ = _timed(report, "4-bit step, dense copies", step(True))
+    report.choices["packed"] = round(packed / dense, 3)
+
+
+def _dtype(backend: str) -> mx.Dtype:
+    return mx.float32 if backend == "cpu" else mx.bfloat16
+
+
+def _model(size: Size, backend: str, bits: int = 0) -> tuple[LayerStack, lora_module.Lora]:
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        intermediate_size=size.width,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        rms_norm_eps=1e-5,
+        vocab_size=size.vocabulary,
+        tie_word_embeddings=True,
+    )
+    model = llama.Model(args)
+    model.set_dtype(_dtype(backend))
+    if bits:
+        nn.quantize(model, group_size=32, bits=bits)
+    mx.eval(model.parameters())
+    lora = lora_module.attach(model, rank=8, scale=2.0)
+    return LayerStack(model), lora
+
+
+def _row(size: Size) -> layouts.Layout:
+    tokens = [(i * 7919) % size.vocabulary for i in range(size.tokens + 1)]
+    return layouts.single(tokens, [True] * len(tokens))
