@@ -602,7 +602,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "gate_low_rank_dim": 4,
         "v_low_rank_dim": 4,
     },
-    "seed_oss": {"attention_out_bias": False, "tie_word_embeddings": True},
+    "seed_oss": {"attention_out_bias": False},
     "smollm3": {
         "no_rope_layer_interval": 2,
         "no_rope_layers": [1, 0, 1, 0],
