@@ -5,10 +5,10 @@
     python benchmarks/data_scale.py --model M --only check --check-rows 100000 --workers 2
 
 Only the model's tokenizer is read. Each case runs in a process of its own. `seconds` is from the call of `open_data`
-(or `check_data`) to its end, `first_row` to the first training row, `rss_mb` the process's highest resident set (in
-`check` the parent's; `worker_mb` is the largest worker's), `above_mb` what of that came after tokenizer and imports
-were loaded, `rows_per_second` of encoding in one process, shuffled reads included. Rows are chats of about 60 to 260
-tokens. One JSON line a case goes to `--out`.
+(or `check_data`) to its end, `cpu_seconds` those of all its processes, imports included, `first_row` to the first
+training row, `rss_mb` the process's highest resident set (in `check` the parent's; `worker_mb` is the largest
+worker's), `above_mb` what of that came after tokenizer and imports were loaded, `rows_per_second` of encoding in one
+process, shuffled reads included. Rows are chats of about 60 to 260 tokens. One JSON line a case goes to `--out`.
 """
 
 import argparse
@@ -122,8 +122,15 @@ def measure(case: str, model: str, path: str, workers: int | None) -> dict[str, 
 def figures(base: float, started: float) -> dict[str, Any]:
     seconds, rss = time.perf_counter() - started, highest()
     workers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / _UNIT
-    found = {"seconds": round(seconds, 2), "rss_mb": round(rss), "above_mb": round(rss - base)}
+    found = {"seconds": round(seconds, 2), "cpu_seconds": round(cpu(), 1)}
+    found |= {"rss_mb": round(rss), "above_mb": round(rss - base)}
     return found | ({"worker_mb": round(workers)} if workers else {})
+
+
+def cpu() -> float:
+    """CPU seconds of this process and of its ended children, from their start: imports included."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 _UNIT = MB if sys.platform == "darwin" else 1024
@@ -148,7 +155,18 @@ def record(out: Path, found: dict[str, Any]) -> None:
 
 
 def table(results: list[dict[str, Any]]) -> None:
-    names = ["case", "rows", "file_mb", "seconds", "first_row", "rows_per_second", "rss_mb", "above_mb", "worker_mb"]
+    names = [
+        "case",
+        "rows",
+        "file_mb",
+        "seconds",
+        "cpu_seconds",
+        "first_row",
+        "rows_per_second",
+        "rss_mb",
+        "above_mb",
+        "worker_mb",
+    ]
     print("  ".join(f"{name:>15}" for name in names))
     for found in results:
         print("  ".join(f"{found.get(name, '-'):>15}" for name in names))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from segtrain.data import open_data
 from segtrain.data.arrow import DatasetInOrder, ParquetInOrder
-from segtrain.data.feeds import Chained, ChainedInOrder, Mixed, Shuffled, Windowed
+from segtrain.data.feeds import WINDOW_BYTES, Chained, ChainedInOrder, Mixed, Shuffled, Windowed
 from segtrain.data.jsonl import JsonLines, LinesInOrder
 from segtrain.data.permutation import Permutation
 from segtrain.errors import UserError
@@ -120,6 +120,21 @@ def test_a_window_shuffles_within_itself_only(home):
     assert got != rows
 
 
+def test_a_window_of_long_rows_holds_fewer_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("segtrain.data.feeds.WINDOW_BYTES", 10_000)
+    monkeypatch.setattr("segtrain.data.feeds.READ_ROWS", 2)
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{i} " + "x" * 3000}) + "\n" for i in range(12)))
+    feed = Windowed(LinesInOrder([path]), 0, 100)
+    got = [int(text.split()[0]) for text, _ in texts(feed, 12)]
+    assert [sorted(got[lo : lo + 4]) for lo in (0, 4, 8)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    state = feed.state_dict()
+    after = texts(feed, 20)
+    again = Windowed(LinesInOrder([path]), 0, 100)
+    again.load_state_dict(json.loads(json.dumps(state)))
+    assert texts(again, 20) == after
+
+
 def test_a_place_in_other_data_is_refused(home, tmp_path):
     state = feeds(home)["table"].state_dict()
     other = tmp_path / "a.jsonl"
@@ -129,7 +144,7 @@ def test_a_place_in_other_data_is_refused(home, tmp_path):
     with pytest.raises(UserError, match="read in another way"):
         feeds(home)["window"].load_state_dict(state)
     with pytest.raises(UserError, match="shuffle_window is 4, but"):
-        feeds(home)["window"].load_state_dict(feeds(home)["window"].state_dict() | {"size": 5})
+        feeds(home)["window"].load_state_dict(feeds(home)["window"].state_dict() | {"size": [5, WINDOW_BYTES]})
     changed = feeds(home)["mix"].state_dict() | {"weights": [1.0, 1.0]}
     with pytest.raises(UserError, match="weights of the mix"):
         feeds(home)["mix"].load_state_dict(changed)

@@ -74,6 +74,8 @@ class ParquetInOrder:
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
+        self._at: Any = None
+        self._rows: Iterator[dict[str, Any]] = iter(())
 
     def start(self) -> Any:
         return [0, 0]
@@ -82,11 +84,14 @@ class ParquetInOrder:
         rows: list[Raw] = []
         number, row = cursor
         while number < len(self.paths):
-            for value in _parquet_rows(self.paths[number], row):
+            if cursor is not self._at or row == 0:
+                self._rows = _parquet_rows(self.paths[number], row)
+            for value in self._rows:
                 row += 1
                 rows.append(Raw(without_nulls(value), Origin(str(self.paths[number]), row)))
                 if len(rows) == limit:
-                    return rows, [number, row]
+                    self._at = [number, row]
+                    return rows, self._at
             number, row = number + 1, 0
         return rows, None
 

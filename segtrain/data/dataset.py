@@ -1,13 +1,24 @@
 """`open_data`: from a recipe to endless training rows, a fixed validation set and the accounting of both."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, overload
 
 from segtrain.data.accounting import Tally
 from segtrain.data.chat import ChatTemplate
 from segtrain.data.encode import BLANK, Dropped, Encoded, Encoder
-from segtrain.data.feeds import Chained, ChainedInOrder, Feed, InOrder, Mixed, Shuffled, Table, Windowed
+from segtrain.data.feeds import (
+    WINDOW_BYTES,
+    Chained,
+    ChainedInOrder,
+    Feed,
+    InOrder,
+    Mixed,
+    Shuffled,
+    Table,
+    Windowed,
+    read_window,
+)
 from segtrain.data.formats import Reader
 from segtrain.data.permutation import Permutation
 from segtrain.data.raw import Raw
@@ -202,17 +213,23 @@ class _Opening:
                 self.pipeline.verdicts[raw.origin] = result if isinstance(result, Dropped) else None
             return tally, False
         order = Permutation(len(table), self.seed, _SAMPLE)
-        for position in range(min(SAMPLE_ROWS, len(table))):
-            tally.add(self.pipeline.encode(table[order[position]]))
-            if tally.tokens > SAMPLE_TOKENS:
-                break
+        self._sample(tally, (table[order[position]] for position in range(min(SAMPLE_ROWS, len(table)))))
         return tally, tally.seen < len(table)
+
+    def _sample(self, tally: Tally, raws: Iterable[Raw]) -> None:
+        """Count rows until they are enough tokens for an estimate."""
+        tokens = 0
+        for raw in raws:
+            result = self.pipeline.encode(raw)
+            tally.add(result)
+            tokens += result.length
+            if tokens > SAMPLE_TOKENS:
+                break
 
     def _streamed(self, located: list[Located]) -> tuple[Feed, dict[str, Any], None]:
         sources, tally = [one.in_order() for one in located], Tally()
         for one, source in zip(located, sources, strict=True):
-            for raw in self._first_rows(one, source, max(1, SAMPLE_ROWS // len(located))):
-                tally.add(self.pipeline.encode(raw))
+            self._sample(tally, self._first_rows(one, source, max(1, SAMPLE_ROWS // len(located))))
         counts, _ = self._judged(tally, _names(located), tally.seen, True)
         window = self.section.shuffle_window
         self.notices.append(
@@ -225,7 +242,7 @@ class _Opening:
         return Mixed(feeds, _weights(located), None), counts, None
 
     def _first_rows(self, located: Located, source: InOrder, limit: int) -> list[Raw]:
-        rows, _ = source.read(source.start(), limit)
+        rows, _ = read_window(source, source.start(), limit, WINDOW_BYTES)
         if not rows:
             raise UserError(f"{located.name}: the data holds no row")
         for path in located.paths:
@@ -263,7 +280,7 @@ class _Opening:
                 kept.append(number)
             if len(kept) == limit:
                 break
-        name = _names(located)
+        name = f"{_names(located)} (validation)"
         tally.require_rows(name, self.section.max_seq_length)
         self.notices += tally.notices(name, self.section.max_seq_length)
         return FixedRows(raws, kept, self.pipeline)

@@ -16,6 +16,9 @@ from segtrain.data.permutation import Permutation
 from segtrain.data.raw import Raw
 from segtrain.errors import UserError
 
+WINDOW_BYTES = 256 << 20
+READ_ROWS = 64
+
 
 class Table(Protocol):
     """Rows by number."""
@@ -136,7 +139,7 @@ class Shuffled:
 
 
 class Windowed:
-    """Rows of an ordered source, shuffled within windows of `window` rows.
+    """Rows of an ordered source, shuffled within windows of `window` rows (fewer where they exceed WINDOW_BYTES).
 
     The state is the cursor at the window's start, its number and the place in it: the window is read again on resume.
     """
@@ -154,7 +157,7 @@ class Windowed:
 
     def _fill(self) -> list[Raw]:
         if self.rows is None:
-            self.rows, self.after = self.source.read(self.cursor, self.window)
+            self.rows, self.after = read_window(self.source, self.cursor, self.window, WINDOW_BYTES)
             self.order = Permutation(len(self.rows), self.seed, self.epoch, self.number) if self.rows else None
         return self.rows
 
@@ -181,17 +184,28 @@ class Windowed:
             "cursor": self.cursor,
             "window": self.number,
             "position": self.position,
-            "size": self.window,
+            "size": [self.window, WINDOW_BYTES],
             "data": self.source.fingerprint,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_state(state, "window", self.source.fingerprint)
-        if state["size"] != self.window:
-            raise UserError(f"shuffle_window is {self.window}, but the run to resume had {state['size']}")
+        if state["size"] != [self.window, WINDOW_BYTES]:
+            raise UserError(f"shuffle_window is {self.window}, but the run to resume had {state['size'][0]}")
         self.epoch = state["epoch"]
         self._enter(state["cursor"], state["window"])
         self.position = state["position"]
+
+
+def read_window(source: InOrder, cursor: Any, rows: int, size: int) -> tuple[list[Raw], Any | None]:
+    """Rows from `cursor` on until there are `rows` of them or they hold `size` bytes, and the cursor after them."""
+    found: list[Raw] = []
+    held = 0
+    while cursor is not None and len(found) < rows and held < size:
+        more, cursor = source.read(cursor, min(READ_ROWS, rows - len(found)))
+        found += more
+        held += sum(raw.size for raw in more)
+    return found, cursor
 
 
 class Mixed:

@@ -24,6 +24,11 @@ class Raw:
         return parse_line(self.payload, self.origin) if isinstance(self.payload, bytes) else self.payload
 
     @property
+    def size(self) -> int:
+        """Bytes, about."""
+        return len(self.payload) if isinstance(self.payload, bytes) else len(repr(self.payload))
+
+    @property
     def blank(self) -> bool:
         return isinstance(self.payload, bytes) and not self.payload.strip()
 
