@@ -1,6 +1,5 @@
-"""Guards of a run: updates that aren't finite, loss spikes, memory that creeps up."""
+"""Guards of a run: updates that aren't finite, loss spikes, a process that grows."""
 
-import math
 from pathlib import Path
 
 from segtrain import checkpoint
@@ -44,30 +43,29 @@ def _listed(origins: list[str], most: int = 8) -> str:
     return ", ".join(origins[:most]) + more
 
 
-class Creep:
-    """Warns once when memory has grown far beyond what the first steps of this process needed.
+class Growth:
+    """Warns once when the process has grown far beyond what its first steps needed, whatever mlx's allocator says.
 
-    The allocator's cache is left out: it may grow to its limit, and the planner sets that.
+    The allocator's cache is left out: it may grow to its limit. (The planner watches the allocator's active memory.)
     """
 
     def __init__(self) -> None:
         self._seen = 0
-        self._active = self._process = 0.0
+        self._baseline = 0.0
         self._warned = False
 
     def __call__(self, step: int, memory: Memory) -> list[Notice]:
         self._seen += 1
         process = max(0.0, memory.rss_gib - memory.cache_gib)
         if self._seen <= WARM_UP:
-            self._active, self._process = max(self._active, memory.active_gib), max(self._process, process)
-            return []
-        found = [("active", memory.active_gib, self._active), ("process", process, self._process)]
-        grown = [(name, now, then) for name, now, then in found if now > then * ALLOWANCE + SLACK]
-        if self._warned or not grown or not all(map(math.isfinite, (now for _, now, _ in grown))):
+            self._baseline = max(self._baseline, process)
+        if self._warned or process <= self._baseline * ALLOWANCE + SLACK:
             return []
         self._warned = True
-        name, now, then = grown[0]
-        text = (
-            f"step {step}: {name} memory has grown to {now:.1f} GiB, from {then:.1f} GiB in the first {WARM_UP} steps"
-        )
-        return [Notice(f"{text}; save and --resume starts it anew", "warning")]
+        return [
+            Notice(
+                f"memory of the process: {process:.1f} GiB at step {step}, {self._baseline:.1f} GiB in its first "
+                f"{WARM_UP} steps; if it keeps growing, stop it and --resume",
+                "warning",
+            )
+        ]

@@ -16,11 +16,12 @@ from segtrain import distributed
 from segtrain.data import Data, open_data
 from segtrain.errors import UserError
 from segtrain.events import DataRead, Event, Notice, RunEnded, RunStarted, TrainStep
-from segtrain.guards import Creep, check_update
+from segtrain.guards import Growth, check_update
 from segtrain.keeper import Keeper
 from segtrain.memory.meter import Meter
 from segtrain.memory.planning import Planner
 from segtrain.models.load import load
+from segtrain.models.support import is_proven
 from segtrain.optim import Optimizer
 from segtrain.recipe import Recipe
 from segtrain.rundir import RunDirectory
@@ -30,6 +31,7 @@ from segtrain.session import LossName, Session, open_session, summary
 from segtrain.signals import StopRequest
 from segtrain.updates import Update, Updates
 from segtrain.validation import Validation
+from segtrain.verify import check_unproven
 
 
 class Trainer:
@@ -61,6 +63,11 @@ class Trainer:
             loaded = load(self.recipe.model, trust_remote_code=self.recipe.trust_remote_code)
             data = open_data(self.recipe, self.loss, loaded.tokenizer, rank=ranks.rank, world=ranks.size)
             session = open_session(self.recipe, self.loss, loaded)
+            if not is_proven(loaded.config):
+                yield Notice(
+                    f"no test of segtrain covers {loaded.config.get('model_type')}: its gradients are checked first"
+                )
+                check_unproven(session)
             yield from _Loop(self, ranks, stop, run, session, data).events()
             ranks.leave()
 
@@ -88,7 +95,8 @@ class _Loop:
         self.updates = Updates(session, data.train, choose, optimizer, ranks)
         self.validation = Validation(session, data.valid, choose, self.updates) if data.valid is not None else None
         self.keeper = Keeper(self.recipe, ranks, run, session, optimizer, data)
-        self.creep = Creep()
+        self.growth = Growth()
+        self.logging = True
         self.begun = time.perf_counter()
 
     def events(self) -> Iterator[Event]:
@@ -96,7 +104,7 @@ class _Loop:
         with self.stop.held():
             for event in self._all_events():
                 line = event.as_json()
-                if self.run and line is not None:
+                if self.run and self.logging and line is not None:
                     self.run.append_metrics(line)
                 yield event
 
@@ -104,10 +112,11 @@ class _Loop:
         self.keeper.require_same_everywhere()
         resumed = (yield from self._resume()) if self.trainer.resume else False
         yield self._started()
-        if not resumed:
-            yield from (Notice(text) for text in [*self.session.notices, *self.data.notices])
-            yield DataRead(self.data.counts)
-            yield from self.planner.announce(self.data.counts)
+        self.logging = not resumed  # these lines are in the metrics already
+        yield from (Notice(text) for text in [*self.session.notices, *self.data.notices])
+        yield DataRead(self.data.counts)
+        yield from self.planner.announce(self.data.counts)
+        self.logging = True
         if self.trainer.dry_run:
             yield self._ended("done")
             return
@@ -153,7 +162,7 @@ class _Loop:
         notices = check_update(update, self.updates, self.state, Path(self.recipe.output.dir))
         if update.applied:
             event = self._train_step(update, time.perf_counter() - begun)
-            notices += self.creep(step, event.memory)
+            notices += self.growth(step, event.memory)
             yield event
         yield from notices
         yield from self.planner.after_step(step, self.meter)
@@ -175,11 +184,12 @@ class _Loop:
         )
 
     def _after_step(self, *, stopped: bool = False, saved: bool = False) -> Generator[Event, None, bool]:
-        """Evaluation and saving where they are due; whether to stop. An evaluation missed by a stop follows on resuming.
+        """Evaluation and saving where they are due; whether to stop. An evaluation missed by a stop follows on resume.
 
         `saved`: the present state is a checkpoint already.
         """
         best = False
+        stopped = stopped or self._stops_alone()
         if self.validation and self._evaluation_is_due() and not stopped:
             event = self.validation(self.state, self._stop_requested)
             stopped = event is None
@@ -188,9 +198,15 @@ class _Loop:
                 yield event
                 yield from self._samples()
         due = self.state.step == self.steps or _is_due(self.state.step, self.recipe.output.save_every)
+        stopped = stopped or self._stops_alone()
         if best or ((due or stopped) and not saved):
             yield from self.keeper.save(self.state)
-        return stopped or (self.ranks.size == 1 and self._stop_requested())
+            saved = True
+        return stopped or (saved and self._stops_alone())
+
+    def _stops_alone(self) -> bool:
+        """A request to stop that needs no agreement with other ranks; they agree at the next update."""
+        return self.ranks.size == 1 and self.stop.requested
 
     def _evaluation_is_due(self) -> bool:
         step = self.state.step

@@ -1,4 +1,4 @@
-"""Real processes that run the command line, forked from a server that has imported everything: they start in a moment."""
+"""Real processes that run the command line, forked from a server that has imported it all: they start in a moment."""
 
 import functools
 import importlib
@@ -28,7 +28,7 @@ def start(
 ) -> BaseProcess:
     """Run `segtrain ARGUMENTS` with its output in `log`.
 
-    `slow`: a function such as `segtrain.durable:write_new` that takes `seconds` longer and notes each call in the log;
+    `slow`: a function such as `segtrain.durable:write_new` that takes `seconds` longer and logs each call;
     `file_limit`: bytes beyond which no file may grow.
     """
     options = (list(arguments), str(log), slow, seconds, file_limit, environment or {})

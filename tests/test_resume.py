@@ -1,16 +1,16 @@
 """A run that stops anywhere and goes on must leave what an uninterrupted one leaves.
 
-Identical means: the bytes of adapters.safetensors, the names of the checkpoints, and every line of metrics.jsonl but for
-its readings of clocks and memory (`tiny_run.READINGS`). Here a run stops when its events are no longer asked for;
-test_faults.py kills real processes.
+Identical means: the bytes of adapters.safetensors, the names of the checkpoints, and every line of metrics.jsonl but
+for its readings of clocks and memory (`tiny_run.READINGS`) and notices about memory. Here a run stops when its events
+are no longer asked for; test_faults.py kills real processes.
 """
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-
 import tiny_run
+
 from segtrain.errors import RunFailed, UserError
 from segtrain.events import Evaluated, Event, Notice, RunEnded, Saved, TrainStep
 from segtrain.recipe import Recipe
@@ -32,7 +32,9 @@ def recipe_of(folder: Path, case: str, run: str) -> tuple[Recipe, Any]:
     return tiny_run.recipe(folder, loss, output__dir=str(folder / run), **options), loss
 
 
-def train(recipe: Recipe, loss: Any, stop_after: int | None = None, kind: type = TrainStep, **flags: bool) -> list[Event]:
+def train(
+    recipe: Recipe, loss: Any, stop_after: int | None = None, kind: type = TrainStep, **flags: bool
+) -> list[Event]:
     """The events of a run, given up after the first of `kind` at step `stop_after`."""
     seen: list[Event] = []
     events = Trainer(recipe, loss, **flags).events()
@@ -79,7 +81,9 @@ def test_stopped_between_evaluation_and_save(folder: Path, whole: dict[str, Any]
     assert tiny_run.result(Path(recipe.output.dir)) == whole["sft"]
 
 
-def test_the_comparison_notices_a_lost_place(folder: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_notices_a_lost_place(
+    folder: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control: a resume that forgets the data's place ends elsewhere."""
     recipe, loss = recipe_of(folder, "sft", "forgetful")
     train(recipe, loss, 3)

@@ -92,6 +92,7 @@ def mapping(folder: Path, loss: str = "sft", **changes: Any) -> dict[str, Any]:
         "model": str(folder / "model"),
         "data": {"train": str(folder / f"{loss}-train.jsonl"), "max_seq_length": 64},
         "lora": {"rank": 2},
+        "engine": {"backward": "segmented", "memory_budget": "1GB"},
         "train": {"steps": 6, "learning_rate": 1e-2},
         "output": {"dir": str(folder / "run"), "save_every": 2, "eval_every": 0},
     }
@@ -115,9 +116,13 @@ def recipe_file(folder: Path, loss: str = "sft", **changes: Any) -> Path:
 
 
 def lines(run: Path, name: str = "metrics.jsonl", readings: bool = False) -> list[dict[str, Any]]:
-    """A run's log, by default without times and memory readings: what two equal runs have in common."""
+    """A run's log, by default without what times and memory were: what two equal runs have in common."""
     parsed = [json.loads(line) for line in (run / name).read_text().splitlines()]
-    return parsed if readings else [without_readings(line) for line in parsed]
+    return parsed if readings else [without_readings(line) for line in parsed if not _of_memory(line)]
+
+
+def _of_memory(line: Mapping[str, Any]) -> bool:
+    return line.get("event") == "notice" and str(line["text"]).startswith("memory")
 
 
 def without_readings(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,241 @@
+"""Two ranks of a ring on this machine: equal to one process with twice the accumulation; none waits for ever.
+
+The processes get what `mlx.launch` gives them (a host file and a rank); the slow test at the end goes through it.
+"""
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny_run
+from processes import LIMIT, ended, free_ports, said, send, start, start_ranks, wait_for
+
+from segtrain import checkpoint, lifeline
+from segtrain.distributed import Ranks, _pieces
+from segtrain.lifeline import Lifeline
+from segtrain.recipe import load_recipe
+from segtrain.trainer import Trainer
+
+LAUNCH = Path(sys.executable).with_name("mlx.launch")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+def recipe_file(folder: Path, name: str, loss: str, accumulation: int, **changes: Any) -> Path:
+    (folder / name).mkdir()
+    options = {
+        "output__dir": str(folder / name / "run"),
+        "output__eval_every": 3,
+        "data__valid": str(folder / f"{loss}-valid.jsonl"),
+        "lora__dropout": 0.1,
+        "train__grad_accumulation_steps": accumulation,
+    }
+    return tiny_run.recipe_file(folder, loss, **{**options, **changes}).rename(folder / name / "recipe.yaml")
+
+
+def alone(folder: Path, name: str, loss: str, **changes: Any) -> Path:
+    """The run directory of one process with two rows of accumulation."""
+    path = recipe_file(folder, name, loss, 2, **changes)
+    list(Trainer(load_recipe(path), loss).events())  # type: ignore[arg-type]
+    return folder / name / "run"
+
+
+def difference(a: Path, b: Path) -> float:
+    """The largest norm-relative difference of any adapter array."""
+    one, other = (mx.load(str(run / "adapters.safetensors")) for run in (a, b))
+    assert one.keys() == other.keys()  # type: ignore[union-attr]
+    norm = mx.linalg.norm
+    return max((norm(one[k] - other[k]) / norm(one[k])).item() for k in one)  # type: ignore[call-overload, index, union-attr]
+
+
+@pytest.fixture(scope="module")
+def sft_alone(folder: Path) -> Path:
+    return alone(folder, "alone-sft", "sft")
+
+
+@pytest.mark.parametrize("loss", ["sft", "orpo"])
+def test_two_ranks_equal_two_rows_of_accumulation(folder: Path, sft_alone: Path, loss: str) -> None:
+    one = sft_alone if loss == "sft" else alone(folder, "alone-orpo", "orpo")
+    path = recipe_file(folder, f"two-{loss}", loss, 1)
+    ranks = start_ranks([loss, str(path)], path.parent)
+    assert [ended(rank) for rank in ranks] == [0, 0]
+    assert difference(one, path.parent / "run") <= 1e-6
+    for ours, theirs in zip(tiny_run.lines(path.parent / "run"), tiny_run.lines(one), strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert ours[key] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), key
+    assert not (path.parent / "rank-1.log").read_text()  # only rank 0 speaks
+
+
+def test_one_rank_alone_differs(folder: Path, sft_alone: Path) -> None:
+    """The control: without the other rank's rows the adapter is another one."""
+    path = recipe_file(folder, "control", "sft", 1)
+    list(Trainer(load_recipe(path)).events())
+    assert difference(sft_alone, path.parent / "run") > 1e-3
+
+
+def test_resume_and_a_rank_without_validation_rows(folder: Path) -> None:
+    """Rank 1 has no validation row; the run stops by a signal to that rank, and goes on from rank 0's checkpoint."""
+    changes = {"eval__rows": 1, "output__save_every": 4, "train__steps": 5}
+    one = alone(folder, "alone-one-row", "sft", **changes)
+    path = recipe_file(folder, "stopped", "sft", 1, **changes)
+    ranks = start_ranks(["sft", str(path)], path.parent, slow="segtrain.updates:Updates._apply")
+    wait_for(said(path.parent / "rank-1.log", "<_apply>", 2), "two updates")
+    send(ranks[1], signal.SIGTERM)
+    assert [ended(rank) for rank in ranks] == [130, 130]
+    found, _ = checkpoint.newest(path.parent / "run")
+    assert found is not None
+    assert 0 < found.step < 5
+    ranks = start_ranks(["sft", str(path), "--resume"], path.parent)
+    assert [ended(rank) for rank in ranks] == [0, 0]
+    assert difference(one, path.parent / "run") <= 1e-6
+    assert len(tiny_run.lines(path.parent / "run")) == len(tiny_run.lines(one))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_rank_ends_the_other(folder: Path, sft_alone: Path, lost: int) -> None:
+    path = recipe_file(folder, f"lost-{lost}", "sft", 1)
+    ranks = start_ranks(["sft", str(path)], path.parent, slow="segtrain.updates:Updates._apply")
+    wait_for(said(path.parent / "run" / "metrics.jsonl", '"step": 3'), "three updates")
+    ranks[lost].kill()
+    begun = time.monotonic()
+    assert ended(ranks[1 - lost]) == 1
+    assert time.monotonic() - begun < 30
+    said_by_other = (path.parent / f"rank-{1 - lost}.log").read_text()
+    assert f"rank {lost} is gone" in said_by_other or "one of them has ended" in said_by_other
+    found, notices = checkpoint.newest(path.parent / "run")
+    assert found is not None
+    assert not notices
+    ranks = start_ranks(["sft", str(path), "--resume"], path.parent)
+    assert [ended(rank) for rank in ranks] == [0, 0]
+    assert difference(sft_alone, path.parent / "run") <= 1e-6
+
+
+def test_ranks_with_different_recipes_are_refused(folder: Path) -> None:
+    ports = free_ports(2)
+    hosts = folder / "two-recipes.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    processes = []
+    for rank, rate in enumerate([0.01, 0.02]):
+        path = recipe_file(folder, f"recipe-{rank}", "sft", 1, train__learning_rate=rate)
+        environment = {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)}
+        processes.append(start(["sft", str(path)], path.parent / "log", environment=environment))
+    assert [ended(process) for process in processes] == [2, 2]
+    assert "the recipe of rank 1 isn't that of rank 0" in (folder / "recipe-0" / "log").read_text()
+
+
+def test_a_group_of_one_exchanges_nothing() -> None:
+    ranks = Ranks()
+    arrays, numbers = ranks.sum({"a": mx.array([1.0])}, [0.1])
+    assert arrays["a"].item() == 1.0
+    assert numbers == [0.1]
+    assert ranks.broadcast(b"abc") == b"abc"
+    assert ranks.gather("text") == ["text"]
+    ranks.barrier()
+    ranks.leave()
+
+
+@pytest.mark.parametrize("value", [0.1, 1e300, -(2.0**53) + 1, 5e-40, 123456789.123456789])
+def test_numbers_travel_exactly(value: float) -> None:
+    if abs(value) > 1e38:
+        pytest.skip("beyond float32's range, which no sum here reaches")
+    pieces = np.array(_pieces(value), np.float32)
+    assert pieces.astype(np.float64).sum() == pytest.approx(value, rel=1e-15, abs=1e-44)
+
+
+def test_what_isnt_finite_stays_so() -> None:
+    for value in (float("nan"), float("inf")):
+        assert not np.isfinite(np.array(_pieces(value)).sum())
+
+
+class Pair:
+    """Two ends of a lifeline in this process, and what each said of a loss."""
+
+    def __init__(self) -> None:
+        self.sockets = socket.socketpair()
+        self.heard: list[list[str]] = [[], []]
+        self.ends = [Lifeline({1 - n: one}, self.heard[n].append) for n, one in enumerate(self.sockets)]
+
+
+def test_a_closed_connection_is_a_loss() -> None:
+    theirs, ours = socket.socketpair()
+    heard: list[str] = []
+    line = Lifeline({1: ours}, heard.append)
+    theirs.close()
+    wait_for(lambda: bool(heard), "the loss", 10)
+    assert "rank 1 is gone" in heard[0]
+    line.leave()
+
+
+def test_an_orderly_end_is_none() -> None:
+    pair = Pair()
+    pair.ends[0].leave()
+    pair.sockets[0].close()
+    pair.ends[1]._thread.join(10)
+    assert not pair.ends[1]._thread.is_alive()
+    assert pair.heard == [[], []]
+
+
+def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline, "BEAT", 0.1)
+    monkeypatch.setattr(lifeline, "SILENCE", 5.0)
+    silent, ours = socket.socketpair()
+    heard: list[str] = []
+    Lifeline({3: ours}, heard.append)
+    wait_for(lambda: bool(heard), "the loss", 30)
+    assert "rank 3 has been silent" in heard[0]
+    silent.close()
+
+
+def test_beats_keep_it_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline, "BEAT", 0.1)
+    monkeypatch.setattr(lifeline, "SILENCE", 2.0)
+    pair = Pair()
+    time.sleep(4.0)
+    assert pair.heard == [[], []]
+    for end in pair.ends:
+        end.leave()
+
+
+def test_strangers_are_turned_away() -> None:
+    server, found = lifeline.listen("127.0.0.1")
+    stranger = socket.create_connection(("127.0.0.1", found[4]))
+    stranger.sendall(b"x" * (lifeline.TOKEN + 4))
+    friend = lifeline.connect(found, 1)
+    peers = lifeline.accept(server, found[5:], 2)
+    assert list(peers) == [1]
+    assert stranger.recv(1) == b""
+    for one in (stranger, *friend.values(), *peers.values()):
+        one.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LAUNCH.exists(), reason="mlx.launch isn't beside this Python")
+def test_through_mlx_launch(folder: Path, sft_alone: Path) -> None:
+    path = recipe_file(folder, "launched", "sft", 1)
+    port = str(free_ports(1)[0])
+    launch = [str(LAUNCH), "-n", "2", "--backend", "ring", "--starting-port", port, "--"]
+    done = subprocess.run(
+        launch + tiny_run.command("sft", path),
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=3 * LIMIT,
+        env=tiny_run.ENVIRONMENT,
+        cwd=tiny_run.ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert difference(sft_alone, path.parent / "run") <= 1e-6
+    shutil.rmtree(path.parent)

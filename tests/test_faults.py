@@ -1,0 +1,170 @@
+"""Kills, full disks, damaged files: nothing saved is lost, and a resumed run ends as if nothing had happened."""
+
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny_run
+from processes import ended, start
+
+from segtrain import checkpoint
+from segtrain.events import Notice
+from segtrain.recipe import load_recipe
+from segtrain.trainer import Trainer
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+def recipe_file(folder: Path, run: Path, loss: str = "sft") -> Path:
+    run.parent.mkdir(exist_ok=True)
+    options = {"output__dir": str(run), "output__eval_every": 3, "output__save_every": 1, "train__steps": STEPS}
+    path = tiny_run.recipe_file(
+        folder, loss, data__valid=str(folder / f"{loss}-valid.jsonl"), lora__dropout=0.1, **options
+    )
+    return path.rename(folder / f"{run.parent.name}-{loss}.yaml")
+
+
+def trained(path: Path, loss: str = "sft", resume: bool = False) -> tuple[object, list[str]]:
+    """The result of a run in this process, and what it noticed."""
+    recipe = load_recipe(path)
+    events = list(Trainer(recipe, loss, resume=resume).events())  # type: ignore[arg-type]
+    notices = [event.text for event in events if isinstance(event, Notice)]
+    return tiny_run.result(Path(recipe.output.dir)), notices
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[str, object]:
+    return {loss: trained(recipe_file(folder, folder / "whole" / loss, loss), loss)[0] for loss in ("sft", "orpo")}
+
+
+def kill_and_resume(folder: Path, name: str, loss: str, kills: int, draw: random.Random) -> tuple[object, int]:
+    """Run in a process that is killed `kills` times, each time after a random part of a run, then to the end."""
+    path = recipe_file(folder, folder / name / "run", loss)
+    run, log, done = folder / name / "run", folder / f"{name}.log", 0
+    for _ in range(kills):
+        process = start([loss, str(path), "--resume"], log)
+        wait_for_a_random_moment(run, draw)
+        process.kill()
+        done += ended(process) == -9
+    return trained(path, loss, resume=True)[0], done
+
+
+def wait_for_a_random_moment(run: Path, draw: random.Random) -> None:
+    """Until the run has written a random number of memory lines more, and a random moment longer."""
+    lines, until = draw.randint(0, 40), time.monotonic() + 60
+    log = run / "memory.jsonl"
+    before = log.read_bytes().count(b"\n") if log.exists() else 0
+    while time.monotonic() < until:
+        now = log.read_bytes().count(b"\n") if log.exists() else 0
+        if now < before or (now and now - before >= lines):
+            break
+        time.sleep(0.002)
+    time.sleep(draw.uniform(0, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "kills"),
+    [
+        ("sft", 3),
+        ("orpo", 2),
+        pytest.param("sft", 20, marks=pytest.mark.slow),
+        pytest.param("orpo", 15, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_random_moments(folder: Path, whole: dict[str, object], loss: str, kills: int) -> None:
+    result, done = kill_and_resume(folder, f"kills-{loss}-{kills}", loss, kills, random.Random(kills))
+    assert result == whole[loss]
+    assert done >= kills - 1  # the last process may have finished before its kill
+
+
+def damaged(run: Path, step: int, name: str) -> None:
+    path = checkpoint.directory(run, step) / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["adapters.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
+    folder: Path, whole: dict[str, object], name: str
+) -> None:
+    path = recipe_file(folder, folder / f"damaged {name}" / "run")
+    run = folder / f"damaged {name}" / "run"
+    events = Trainer(load_recipe(path)).events()
+    while not checkpoint.directory(run, 5).exists():
+        next(events)
+    events.close()  # type: ignore[attr-defined]
+    damaged(run, 5, name)
+    result, notices = trained(path, resume=True)
+    assert any("skipped" in text and "step-0000005" in text for text in notices)
+    assert result == whole["sft"]
+
+
+def test_all_checkpoints_damaged(folder: Path, whole: dict[str, object]) -> None:
+    path = recipe_file(folder, folder / "all damaged" / "run")
+    run = folder / "all damaged" / "run"
+    events = Trainer(load_recipe(path)).events()
+    while not checkpoint.directory(run, 2).exists():
+        next(events)
+    events.close()  # type: ignore[attr-defined]
+    for step in checkpoint.steps(run):
+        damaged(run, step, "state.json")
+    result, notices = trained(path, resume=True)
+    assert sum("skipped" in text for text in notices) == 2
+    assert any("starting from step 0" in text for text in notices)
+    assert result == whole["sft"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 512 KiB, where this user may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() or not shutil.which("mount"):
+        pytest.skip("only root can mount a small tmpfs")
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk(folder: Path, whole: dict[str, object], small_disk: Path) -> None:
+    path = recipe_file(folder, small_disk / "run")
+    filler, log = small_disk / "filler", folder / "full.log"
+    filler.write_bytes(b"x" * 440 * 1024)
+    assert ended(start(["sft", str(path)], log)) == 1
+    check_refused(log)
+    found, notices = checkpoint.newest(small_disk / "run")
+    assert found is not None
+    assert not notices
+    filler.unlink()
+    adapter, lines, _ = trained(path, resume=True)[0]  # type: ignore[misc]
+    assert (adapter, lines) == whole["sft"][:2]  # type: ignore[index]
+
+
+def test_files_that_may_not_grow(folder: Path, whole: dict[str, object]) -> None:
+    """As a full disk, for users who can't mount one: the metrics hit a limit in mid-run."""
+    path, log = recipe_file(folder, folder / "limited" / "run"), folder / "limited.log"
+    assert ended(start(["sft", str(path)], log, file_limit=9000)) == 1
+    check_refused(log)
+    assert trained(path, resume=True)[0] == whole["sft"]
+
+
+def check_refused(log: Path) -> None:
+    text = log.read_text()
+    assert "could not be" in text
+    assert "--resume" in text
+    assert "Traceback" not in text
