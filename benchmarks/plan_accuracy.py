@@ -83,15 +83,17 @@ def cases() -> list[dict[str, Any]]:
 
         for length, size in [(256, 1), (256, whole), (1024, 1), (1024, 2), (1024, 4), (1024, whole), (4096, 1)]:
             add("float32", sft(length), size)
-        for length, size in [(512, 1), (1024, 2), (512, whole)]:
-            add("bfloat16", sft(length), size)
-        for length, size in [(128, 1), (256, 4)]:
-            add("4bit", sft(length), size)
+        # On CPU mlx routes tokens to experts in float32 only, and packed products are slow.
+        if family != "qwen3_moe":
+            for length, size in [(512, 1), (1024, 2), (512, whole)]:
+                add("bfloat16", sft(length), size)
+            for length, size in [(128, 1), (256, 4)]:
+                add("4bit", sft(length), size)
         add("float32", preference("pair", 512, 256), 1)
         add("float32", preference("pair", 256, 128), 4)
         if family != "lfm2":
             add("float32", preference("shared", 512, 256), 1)
-            add("bfloat16", preference("shared", 256, 128), 2)
+            add("float32" if family == "qwen3_moe" else "bfloat16", preference("shared", 256, 128), 2)
     return kept
 
 
@@ -204,7 +206,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     backward = backward_of(model, lora, {"head_chunk": 256, **case["engine"]}, loss, phases)
     optimizer = Optimizer(TrainRecipe(), 10)
     vocabulary = CONFIGS[case["family"]]["vocab_size"]
-    short = {"layout": "sft", "length": 16} | {key: 16 for key in ("prompt", "chosen", "rejected")}
+    short = {"layout": "sft", "length": 16} | dict.fromkeys(("prompt", "chosen", "rejected"), 16)
     step = backward.step(layout_of(short | {"layout": case["row"]["layout"]}, vocabulary))
     lora.set(optimizer.update(lora.values(), step.grads))
     mx.eval(lora.values(), optimizer.state_dict())

@@ -28,10 +28,12 @@ from segtrain.memory.rows import RowShape
 from segtrain.memory.shapes import Layer, Linear, Model
 
 # Arrays of MLP width that backward needs from forward, and temporaries of that width in its backward.
-ACTIVATIONS = {"silu": (5, 9), "gelu": (5, 9), "plain": (3, 5)}
+ACTIVATIONS = {"silu": (5, 9), "gelu": (7, 4), "plain": (3, 5)}
+ROUTED = 2  # hidden-sized arrays of each expert that a token goes to, in both
 HIDDEN, POST_NORM = 4, 2  # hidden-state-sized residuals of a layer, and of its post-norms
 HIDDEN_TEMPORARIES = 4
-LOGIT_BYTES = {4: 12, 2: 17}
+LOGIT_BYTES = {4: 12, 2: 17}  # by bytes of the activations' dtype
+CAPPED_LOGIT_BYTES = {4: 16.5, 2: 15}  # the same where a soft-cap is differentiated too
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1, "muon": 1, "adafactor": 0}
 UPDATE_COPIES = (
     6  # of the adapter, while the optimiser runs: gradients, normalised, clipped; new moments and parameters
@@ -137,7 +139,8 @@ class Estimator:
     def _residuals(self, layer: Layer, rows: int, mlp_rows: int | None) -> float:
         b = self.model.dtype_bytes
         H, norms = self.model.hidden, 2 + 2 * layer.post_norms
-        wide: float = (HIDDEN + POST_NORM * layer.post_norms) * H * layer.streams + layer.layer_inputs * 3
+        wide: float = (HIDDEN + POST_NORM * layer.post_norms) * H * layer.streams
+        wide += 2 * H + 5 * layer.layer_inputs if layer.layer_inputs else 0
         if self.backend.norms_widen and b == 2:
             wide += norms * H * 4 / b
         wide += self._mixer(layer)
@@ -165,11 +168,11 @@ class Estimator:
     def _mlp(self, layer: Layer, rows: int, mlp_rows: int | None, index: int) -> float:
         """Bytes of the MLP's residuals (`index` 0) or temporaries (1)."""
         b, chunked = self.model.dtype_bytes, mlp_rows is not None and not layer.routed
-        count = ACTIVATIONS["silu" if layer.gated else "plain"][index]
-        wide = count * layer.width + (4 * layer.routed * self.model.hidden if layer.routed else 0)
+        count = ACTIVATIONS[layer.activation][index]
+        wide = count * layer.width + ROUTED * layer.routed * self.model.hidden
         if not chunked or mlp_rows is None:
             return rows * b * wide
-        return 0.0 if index == 0 else min(rows, mlp_rows) * b * layer.width * sum(ACTIVATIONS["silu"])
+        return 0.0 if index == 0 else min(rows, mlp_rows) * b * layer.width * sum(ACTIVATIONS[layer.activation])
 
     def _attention_temporaries(self, layer: Layer, rows: int) -> float:
         """Bytes of attention's own backward."""
@@ -188,11 +191,15 @@ class Estimator:
         linears = (x for i in layers for x in self.model.layers[i].linears)
         return sum(x.parameters for x in linears if not x.experts) * self.model.dtype_bytes
 
+    @property
+    def _logit_bytes(self) -> float:
+        return (CAPPED_LOGIT_BYTES if self.model.capped else LOGIT_BYTES)[self.model.dtype_bytes]
+
     def _head(self, row: RowShape, plan: Plan) -> dict[str, float]:
         """One chunk of logits, and the gradients of all scored rows."""
         b, H = self.model.dtype_bytes, self.model.hidden
         longest = max(count for spans in row.scored for count in spans)
-        chunk = min(plan.head_chunk, longest) * self.model.vocabulary * LOGIT_BYTES[b]
+        chunk = min(plan.head_chunk, longest) * self.model.vocabulary * self._logit_bytes
         units = sum(map(sum, row.scored)) * H * b
         return {"head": chunk + units + self.boundary(max(row.streams))}
 
@@ -261,7 +268,7 @@ class Estimator:
         held = sum(self.residuals(i, rows) for i in trained for rows in row.streams)
         edges = sum(self.boundary(rows) for rows in row.streams)
         made = max(self.temporaries(i, max(row.streams)) for i in trained)
-        logits = float(V * sum(row.streams) * b + V * sum(map(sum, row.scored)) * LOGIT_BYTES[b])
+        logits = float(V * sum(row.streams) * b + V * sum(map(sum, row.scored)) * self._logit_bytes)
         boundaries = edges + sum(self.constants(rows) for rows in row.streams)
         yield "step", {"boundaries": boundaries, "layer": held, "head": logits}
         yield "step", {"boundaries": boundaries, "layer": held + made, "adapter": float(sum(self.adapter))}

@@ -95,7 +95,7 @@ class Layer:
     linears: tuple[Linear, ...]
     attention: Attention | None = None
     width: int = 0
-    gated: bool = True
+    activation: str = "silu"  # or "gelu", both gated; "plain": not gated
     routed: int = 0  # experts a token goes to
     mixer_width: int = 0
     post_norms: bool = False
@@ -138,6 +138,7 @@ class Model:
     dtype_bytes: int
     positions: int | None
     quantization: Quantization = Quantization()
+    capped: bool = False  # logits are soft-capped
     extra_rows: int = 0
     extra_width: int = 0
 
@@ -208,6 +209,7 @@ def read(config: Mapping[str, Any]) -> Model:
         BYTES.get(str(keys.get("torch_dtype") or keys.get("dtype") or "bfloat16").removeprefix("torch."), 2),
         keys.get("positions"),
         _quantization(config),
+        bool(keys.get("final_logit_softcapping", 30.0 if keys.model_type.startswith(("gemma2", "gemma4")) else None)),
         keys.number("vocab_size_per_layer_input", keys.number("vocabulary")) if extra else 0,
         extra * count,
     )
@@ -390,7 +392,9 @@ def _with_mlp(layer: Layer, keys: Keys, i: int) -> Layer:
     H, gated = keys.number("hidden"), keys.model_type not in UNGATED
     if not _routes(keys, i):
         width = _dense_width(keys, i)
-        return replace(layer, linears=layer.linears + _mlp(H, width, gated), width=width, gated=gated)
+        return replace(
+            layer, linears=layer.linears + _mlp(H, width, gated), width=width, activation=_activation(keys, gated)
+        )
     experts, chosen = keys.number("experts"), keys.number("chosen", 2)
     width = keys.number("width", 4 * H)
     if keys.model_type in FOUR_HIDDEN:
@@ -403,7 +407,9 @@ def _with_mlp(layer: Layer, keys: Keys, i: int) -> Layer:
         linears += _mlp(H, shared, gated)
     if keys.get("enable_moe_block"):  # Gemma 4: a dense MLP beside the experts
         linears, shared = (*linears, *_mlp(H, keys.number("width"), gated)), keys.number("width")
-    return replace(layer, linears=linears, width=chosen * width + shared, gated=gated, routed=chosen)
+    return replace(
+        layer, linears=linears, width=chosen * width + shared, activation=_activation(keys, gated), routed=chosen
+    )
 
 
 def _dense_width(keys: Keys, i: int) -> int:
@@ -427,7 +433,8 @@ def _dense_width(keys: Keys, i: int) -> int:
     values = keys.get("width")
     if isinstance(values, Sequence) and len(values) > i:
         width = int(values[i])
-    doubled = keys.get("use_double_wide_mlp") and i >= keys.number("layers") - keys.number("num_kv_shared_layers", 0)
+    wide = keys.get("use_double_wide_mlp", keys.model_type == "gemma4_text") and keys.get("num_kv_shared_layers")
+    doubled = wide and i >= keys.number("layers") - keys.number("num_kv_shared_layers", 0)
     return 2 * width if doubled else width
 
 
@@ -472,6 +479,13 @@ def _shared_width(keys: Keys, width: int) -> int:
         if keys.get(name):
             return keys.number(name) * width
     return 0
+
+
+def _activation(keys: Keys, gated: bool) -> str:
+    if not gated:
+        return "plain"
+    name = str(keys.get("hidden_activation") or keys.get("hidden_act") or keys.get("activation_function") or "silu")
+    return "gelu" if "gelu" in name or keys.model_type.startswith("gemma") else "silu"
 
 
 def _mlp(hidden: int, width: int, gated: bool, experts: int = 0) -> tuple[Linear, ...]:
