@@ -55,7 +55,8 @@ FAST = {
     "qwen3_moe",
     "smollm3",
 }
-SHARING = [name for name in tiny_configs.CONFIGS if support.shares_prefix(name.split("/")[0])]
+BY_LENGTH = ("internlm2/dynamic", "internlm3/dynamic")
+SHARING = [n for n in tiny_configs.CONFIGS if support.shares_prefix(n.split("/")[0]) and n not in BY_LENGTH]
 
 
 def fast_and_slow(names: list[str]) -> list:
@@ -144,6 +145,42 @@ def test_learnt_positions_can_not_share_a_prompt(name: str):
     """The control of the one above: what the table excludes would be wrong."""
     expected, step = preference_steps(name)
     assert worst(expected.grads, step.grads) > 1e-2
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_rotary_embeddings_by_length_do_not_share_a_prompt(name: str):
+    assert not family(name).stack.shares_prefix
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(tiny_configs.CONFIGS))
+def test_compiled_segments_give_the_same_gradients(name: str):
+    """Two rows of one length by the same compiled graphs; where that can't be, the table says so."""
+    of = family(name)
+    engine = SegmentedBackward(of.stack, of.lora, losses.sft, compiled=True)
+    if not support.traceable(name.split("/")[0]):
+        with pytest.raises(ValueError, match="compile"):
+            engine.step(tiny.row(LENGTH, PROMPT))
+        return
+    for seed in (0, 5):
+        expected, step = of.step(tiny.row(LENGTH, PROMPT, seed)), engine.step(tiny.row(LENGTH, PROMPT, seed))
+        assert step.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=LOSS)
+        assert worst(expected.grads, step.grads) <= GRADIENT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(tiny_configs.CONFIGS))
+def test_chunks_of_tokens_kept_layers_and_strides(name: str):
+    of = family(name)
+    expected = of.step(tiny.row(LENGTH, PROMPT))
+    of.stack.mlp_rows = 5
+    try:
+        chunked = of.step(tiny.row(LENGTH, PROMPT))
+    finally:
+        of.stack.mlp_rows = None
+    kept = SegmentedBackward(of.stack, of.lora, losses.sft, keep=1, stride=2).step(tiny.row(LENGTH, PROMPT))
+    assert worst(expected.grads, chunked.grads) <= GRADIENT
+    assert worst(expected.grads, kept.grads) <= GRADIENT
 
 
 @pytest.mark.parametrize("name", ["ministral3", "mistral4"])

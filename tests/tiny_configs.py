@@ -373,7 +373,9 @@ _OWN: dict[str, dict[str, Any]] = {
         },
     },
     "internlm2": {"bias": True},
+    "internlm2/dynamic": {"bias": True, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "internlm3": {"bias": False, "qkv_bias": True},
+    "internlm3/dynamic": {"bias": False, "qkv_bias": True, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "jamba": {
         **MOE,
         **MAMBA2,

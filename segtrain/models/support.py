@@ -21,17 +21,23 @@ LEARNT = "positions are learnt, one for each row"
 SPARSE = "its sparse attention works on [T, T] arrays"
 CHUNKED = "its chunked attention works on [T, T] arrays"
 DOUBLE = "two caches a layer"
+DYNAMIC = "with dynamic rope scaling, pairs run as two streams"
 TEXT = "the text part"
 QUADRATIC = "attention memory grows with the square of the row"
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model file that trains. `two_streams`: why a prompt can't be shared by two responses; empty where it can."""
+    """A model file that trains.
+
+    `two_streams`: why a prompt can't be shared by two responses; empty where it can. `traceable`: whether its forward
+    pass can be compiled (not if it looks at values).
+    """
 
     two_streams: str = ""
     experts: bool = False
     note: str = ""
+    traceable: bool = True
 
 
 FAMILIES: dict[str, Family] = {
@@ -44,7 +50,7 @@ FAMILIES: dict[str, Family] = {
     "bailing_moe_v3": Family(RECURRENT, experts=True),
     "cohere": Family(),
     "cohere2": Family(),
-    "dbrx": Family(experts=True),
+    "dbrx": Family(experts=True, traceable=False),
     "deepseek": Family(experts=True),
     "deepseek_v2": Family(experts=True),
     "deepseek_v3": Family(experts=True),
@@ -80,8 +86,8 @@ FAMILIES: dict[str, Family] = {
     "helium": Family(),
     "hunyuan": Family(experts=True),
     "hunyuan_v1_dense": Family(),
-    "internlm2": Family(),
-    "internlm3": Family(),
+    "internlm2": Family(note=DYNAMIC),
+    "internlm3": Family(note=DYNAMIC),
     "jamba": Family(RECURRENT, experts=True),
     "kimi_k25": Family(experts=True, note=TEXT),
     "kimi_linear": Family(RECURRENT, experts=True),
@@ -211,6 +217,12 @@ def shares_prefix(model_type: str) -> bool:
     """Whether a prompt shared by two responses can be computed once, proven by test."""
     family = FAMILIES.get(model_file(model_type))
     return family is not None and not family.two_streams
+
+
+def traceable(model_type: str) -> bool:
+    """Whether this model's layers can be compiled."""
+    family = FAMILIES.get(model_file(model_type))
+    return family is None or family.traceable
 
 
 def is_proven(config: Mapping[str, Any]) -> bool:
