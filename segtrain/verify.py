@@ -13,17 +13,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import psutil
-from mlx_lm.models.cache import make_prompt_cache
 
 from segtrain.data import PreferenceRow, Row, SupervisedRow, open_data
 from segtrain.data.rows import Origin
 from segtrain.engine import FullBackward, SegmentedBackward
 from segtrain.errors import UserError
-from segtrain.layouts import Stream
 from segtrain.lora import Lora
+from segtrain.memory.backends import here
+from segtrain.memory.device import default_budget
 from segtrain.models.load import load
-from segtrain.models.stack import LayerStack
+from segtrain.models.plain import PlainForward
 from segtrain.recipe import Recipe
 from segtrain.session import LossName, Session, open_session
 
@@ -88,7 +87,7 @@ def compare(session: Session, row: Row) -> VerifyReport:
     size = 1 if size == "auto" else size
     with lora.dropout_keys.disabled(), random_b(lora), widened(model):
         segmented = SegmentedBackward(session.stack, lora, session.loss, segment_size=size).step(session.layout(row))
-        plain = FullBackward(_OwnForward(session.stack), lora, session.loss)
+        plain = FullBackward(PlainForward(session.stack), lora, session.loss)
         full = plain.step(replace(session, shares_prefix=False, align=1).layout(row))
         exact = all(p.dtype != mx.bfloat16 and p.dtype != mx.float16 for _, p in _floats(model))
     errors = module_errors(full.grads, segmented.grads)
@@ -137,25 +136,18 @@ def random_b(lora: Lora) -> Iterator[None]:
 
 @contextmanager
 def widened(model: nn.Module) -> Iterator[None]:
-    """16-bit weights in float32 while the block runs, if they fit in half of memory. (Back again is exact.)"""
+    """16-bit weights in float32 while the block runs, where that takes at most half of what may be used.
+
+    The way back is exact.
+    """
     half = [(place, p.dtype) for place, p in _floats(model) if p.dtype in (mx.bfloat16, mx.float16)]
-    fits = 4 * sum(module[key].size for (module, key), _ in half) <= psutil.virtual_memory().total // 2
+    fits = 4 * sum(module[key].size for (module, key), _ in half) <= default_budget(here()) // 2
     try:
         if fits:
             _cast([(place, mx.float32) for place, _ in half])
         yield
     finally:
         _cast(half)
-
-
-class _OwnForward(LayerStack):
-    """A stack whose whole forward pass is the model's as mlx-lm runs it."""
-
-    def __init__(self, stack: LayerStack):
-        vars(self).update(vars(stack))
-
-    def whole(self, stream: Stream) -> mx.array:
-        return self.model(stream.tokens, cache=make_prompt_cache(self.model))
 
 
 def _short_row(recipe: Recipe, tokenizer: Any) -> tuple[LossName, Row]:

@@ -28,10 +28,10 @@ from segtrain.layouts import Layout, Stream, pair, shared_prefix
 from segtrain.lora import EXPERTS, Lora
 from segtrain.models import exceptions, support
 from segtrain.models.capture import arrays
+from segtrain.models.plain import PlainForward
 from segtrain.models.stack import LayerStack
 from segtrain.recipe import LoraRecipe
 from segtrain.segments import split
-from segtrain.verify import _OwnForward
 
 LOSS, GRADIENT = 2e-6, 1e-5
 LENGTH, PROMPT = 18, 6
@@ -119,7 +119,7 @@ def preference(shape: Callable[..., Layout]) -> Layout:
 def preference_steps(name: str, size: int = 1) -> tuple[Step, Step]:
     """mlx-lm's model on two streams, segments on one."""
     of = family(name)
-    expected = FullBackward(_OwnForward(of.stack), of.lora, losses.orpo()).step(preference(pair))
+    expected = FullBackward(PlainForward(of.stack), of.lora, losses.orpo()).step(preference(pair))
     return expected, of.step(preference(shared_prefix), losses.orpo(), size)
 
 
@@ -134,7 +134,7 @@ def test_a_shared_prompt_gives_the_gradients_of_two_streams(name: str):
 @pytest.mark.parametrize("name", [name for name in tiny_configs.CONFIGS if name not in SHARING])
 def test_pairs_of_two_streams(name: str):
     of = family(name)
-    expected = FullBackward(_OwnForward(of.stack), of.lora, losses.orpo()).step(preference(pair))
+    expected = FullBackward(PlainForward(of.stack), of.lora, losses.orpo()).step(preference(pair))
     step = of.step(preference(pair), losses.orpo())
     assert step.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=LOSS)
     assert worst(expected.grads, step.grads) <= GRADIENT

@@ -146,7 +146,7 @@ def test_half_precision_is_compared_in_float32(models: Callable[[str], Path]):
 
 
 def test_half_precision_where_float32_does_not_fit(models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(verify.psutil, "virtual_memory", lambda: type("Memory", (), {"total": 1000}))
+    monkeypatch.setattr(verify, "default_budget", lambda backend: 1000)
     opened = session(models("qwen3"))
     for (module, key), value in verify._floats(opened.loaded.model):
         if not key.startswith("lora"):
