@@ -36,8 +36,8 @@ LLAMA: dict[str, Any] = {
 }
 # What is left out beyond norms and biases (a module of the family's own) is more than a sixteenth of these tiny models.
 LOOSE = {
-    **{name: 0.12 for name in ("gpt2", "gpt_neox", "mamba", "minimax", "muse_glimmer", "plamo", "plamo2")},
-    **{name: 0.2 for name in ("gemma3n", "gpt_bigcode", "rwkv7", "qwen3_5_moe", "afmoe")},
+    **dict.fromkeys(("gpt2", "gpt_neox", "mamba", "minimax", "muse_glimmer", "plamo", "plamo2"), 0.12),
+    **dict.fromkeys(("gemma3n", "gpt_bigcode", "rwkv7", "qwen3_5_moe", "afmoe"), 0.2),
 }
 UNKNOWN = {"longcat_flash", "longcat_flash_ngram", "minimax_m3_vl", "openelm"}  # estimated too small: said in docs
 
@@ -66,8 +66,8 @@ def test_parameters_equal_those_of_the_built_model(name: str) -> None:
         ({"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "num_attention_heads": 32,
           "num_key_value_heads": 8, "vocab_size": 128256, "model_type": "llama"}, 8.03),
         ({"hidden_size": 2048, "num_hidden_layers": 48, "intermediate_size": 6144, "num_attention_heads": 32,
-          "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "model_type": "qwen3_moe", "num_experts": 128,
-          "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}, 30.5),
+          "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "model_type": "qwen3_moe",
+          "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}, 30.5),
         ({"model_type": "gemma3", "text_config": {"hidden_size": 5376, "num_hidden_layers": 62, "head_dim": 128,
           "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 16, "vocab_size": 262208,
           "model_type": "gemma3_text"}}, 27.0),
@@ -86,15 +86,15 @@ def test_quantised_bytes_are_packed_weights_scales_and_biases() -> None:
 def test_a_segment_s_bytes_by_hand() -> None:
     """Size 1, float32, 100 rows: the highest moment is the last layer's backward (docs of `estimate`)."""
     estimator = Estimator(shapes.read(LLAMA), CPU, LoraShape(rank=2))
-    T, H, I, Q, K = 100, 64, 192, 64, 64
-    residuals = T * 4 * (4 * H + (Q + K) + 2 * Q + 5 * I + 2 * 7)
-    temporaries = T * 4 * (9 * I + 4 * H)
+    T, H, width, Q, K = 100, 64, 192, 64, 64
+    residuals = T * 4 * (4 * H + (Q + K) + 2 * Q + 5 * width + 2 * 7)
+    temporaries = T * 4 * (9 * width + 4 * H)
     boundaries = (4 + 1) * T * H * 4
     head = 1 * 500 * 12
     peak = estimator.peak(rows.RowShape((T,), ((1,),)), Plan("segmented", head_chunk=1))
     attention_part = max(temporaries, estimator._attention_temporaries(estimator.model.layers[0], T))
     grads = sum(estimator.adapter)
-    # Gradients grow as boundaries go: here a layer's adapter is smaller than a boundary, so the last segment is highest.
+    # Gradients grow as boundaries go; a layer's adapter is smaller than a boundary here: the last segment is highest.
     assert grads / 4 < T * H * 4
     assert peak.bytes == round(estimator.fixed + boundaries + residuals + attention_part)
     assert head < residuals
@@ -105,7 +105,9 @@ def test_parts_add_up_and_the_adapter_holds_adam_s_moments() -> None:
     peak = estimator.peak(rows.sft(64), Plan("segmented"))
     assert sum(peak.parts.values()) == pytest.approx(peak.bytes, abs=1)
     assert peak.bytes == round(peak.moments[peak.moment])
-    lora = sum(8 * (i + o) for layer in estimator.model.layers for i, o in [(x.inputs, x.outputs) for x in layer.linears])
+    lora = sum(
+        8 * (i + o) for layer in estimator.model.layers for i, o in [(x.inputs, x.outputs) for x in layer.linears]
+    )
     assert estimator.state == 3 * 4 * lora
     assert Estimator(shapes.read(LLAMA), CPU, optimizer="sgd").state == 2 * 4 * lora
 

@@ -22,14 +22,12 @@ class Backend:
     """`run_ahead`: a layer's temporaries in flight, as a share of what its backward makes.
 
     - `norms_widen`: norms of half-precision inputs keep float32 copies;
-    - `kept`: what a kept layer holds, as a multiple of its residuals;
     - `compiles`: compiled segments pay; `speed`: (matmul, attention, elementwise) of the time model, see `timing`.
     """
 
     name: Name
     run_ahead: float = 1.0
     norms_widen: bool = False
-    kept: float = 1.0
     compiles: bool = False
     head_dims: frozenset[int] = frozenset()
     float32_fused: bool = False
@@ -59,7 +57,6 @@ BACKENDS: dict[Name, Backend] = {
     "cuda": Backend(
         "cuda",
         run_ahead=1.4,
-        kept=1.9,
         compiles=True,
         head_dims=frozenset(range(8, 129, 8)),
         query_multiple=128,
@@ -70,7 +67,6 @@ BACKENDS: dict[Name, Backend] = {
     "metal": Backend(
         "metal",
         run_ahead=1.4,
-        kept=1.9,
         head_dims=frozenset({64, 72, 80, 96, 128, 192, 256}),
         float32_fused=True,
         tile_bytes=64 << 20,

@@ -10,7 +10,7 @@ queries, K keys and values, V vocabulary, b bytes of the activations' dtype:
                   4H (two norm outputs, the middle and the last hidden states) + Q + K + 2Q (attention's output, also
                   transposed) + 5I (gate, up, sigmoid, its product, the MLP's product)
     temporaries   of one layer's backward: 9I + 4H, all in flight at once because evaluation runs ahead
-    head          a chunk's logits, their float32 copy, softmax and cotangent: 12 to 17 bytes a logit
+    head          a chunk's logits, their float32 copy, softmax and cotangent: 8 to 16 bytes a logit
 
 The peak is the highest moment of: forward (boundaries + one segment's residuals), head (boundaries + head), backward of
 any segment (boundaries below it + residuals + temporaries + gradients above it), the optimiser's update. Counts of
@@ -29,10 +29,12 @@ from segtrain.memory.shapes import Layer, Linear, Model
 
 # Arrays of MLP width that backward needs from forward, and temporaries of that width in its backward.
 ACTIVATIONS = {"silu": (5, 9), "gelu": (7, 4), "plain": (3, 5)}
+WIDENED = 1.5  # hidden-sized arrays that a norm of half-precision inputs keeps, where it computes in float32
 ROUTED = 2  # hidden-sized arrays of each expert that a token goes to, in both
 HIDDEN, POST_NORM = 4, 2  # hidden-state-sized residuals of a layer, and of its post-norms
 HIDDEN_TEMPORARIES = 4
-LOGIT_BYTES = {4: 12, 2: 17}  # by bytes of the activations' dtype
+TILES = 8  # of scores, at work at a time in block-wise attention
+LOGIT_BYTES = {4: 8, 2: 13}  # by bytes of the activations' dtype
 CAPPED_LOGIT_BYTES = {4: 16.5, 2: 15}  # the same where a soft-cap is differentiated too
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1, "muon": 1, "adafactor": 0}
 UPDATE_COPIES = (
@@ -142,7 +144,7 @@ class Estimator:
         wide: float = (HIDDEN + POST_NORM * layer.post_norms) * H * layer.streams
         wide += 2 * H + 5 * layer.layer_inputs if layer.layer_inputs else 0
         if self.backend.norms_widen and b == 2:
-            wide += norms * H * 4 / b
+            wide += norms * H * WIDENED
         wide += self._mixer(layer)
         wide += self.lora.rank * len(layer.linears)
         return rows * b * wide + self._mlp(layer, rows, mlp_rows, 0)
@@ -182,7 +184,9 @@ class Estimator:
         out = a.heads * a.value_dim
         if self.backend.attention_kind(a, rows, b) != "blocks":
             return rows * b * (3 * a.queries + 2 * out + 2 * a.keys)
-        return rows * (4 * (2 * a.queries + out + 2 * a.keys) + b * (2 * a.queries + out)) + 8 * self.backend.tile_bytes
+        seen = rows if a.window is None else min(rows, a.window)
+        tiles = TILES * min(self.backend.tile_bytes, 4 * a.heads * rows * seen)
+        return rows * (4 * (2 * a.queries + out + 2 * a.keys) + b * (2 * a.queries + out)) + tiles
 
     def _dense(self, layers: Sequence[int], plan: Plan) -> float:
         """Bytes of dense copies of quantised weights."""
@@ -204,45 +208,58 @@ class Estimator:
         return {"head": chunk + units + self.boundary(max(row.streams))}
 
     def _segmented(self, row: RowShape, plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
-        count, kept = len(self.model.layers), min(plan.keep, len(self.model.layers) - self.lowest)
-        top = count - kept
+        count = len(self.model.layers)
+        kept_from = max(count - plan.keep, self.lowest)
         frozen = _segments(0, self.lowest, plan.segment_size)
-        segments = _segments(self.lowest, top, plan.segment_size)
+        segments = _segments(self.lowest, kept_from, plan.segment_size)
+        segments += _segments(kept_from, count, plan.segment_size)
         groups = [segments[i : i + plan.stride] for i in range(0, len(segments), plan.stride)]
-        constants = sum(self.constants(rows) for rows in row.streams)
         edges = [self.boundary(rows) for rows in row.streams]
+        kept = [sum(self._products(i, rows, plan) for i in range(kept_from, count)) for rows in row.streams]
         saved = [len(groups) * edge for edge in edges]
-        longest = max(range(len(edges)), key=lambda n: edges[n])
-        forward = max(
-            (self._forward(segment, row.streams[longest], plan) for segment in [*frozen, *segments]), default=0.0
-        )
-        boundaries = sum(saved) + sum(edges) + constants
-        yield "forward", {"boundaries": boundaries, "layer": forward}
-        if kept:
-            yield "kept", {"boundaries": boundaries, **self._kept(row, range(top, count), plan)}
-        else:
-            yield "head", {"boundaries": boundaries, **self._head(row, plan)}
-        done = float(sum(self.adapter[top:]))
+        constants = sum(self.constants(rows) for rows in row.streams)
+        boundaries = {"boundaries": sum(saved) + sum(edges) + constants, "kept": sum(kept)}
+        forward = max(self._forward(segment, max(row.streams), plan) for segment in [*frozen, *segments])
+        yield "forward", {**boundaries, "layer": forward}
+        yield "head", {**boundaries, **self._head(row, plan)}
+        grads = 0.0
         for number, rows in enumerate(row.streams):
-            later = sum(saved[number + 1 :]) + sum(edges[number:]) + constants
-            if number:
-                done = float(sum(self.adapter))
-            yield from self._stream_backward(groups, rows, later, done, plan)
+            others = {
+                "boundaries": sum(saved[number + 1 :]) + sum(edges[number:]) + constants,
+                "kept": sum(kept[number + 1 :]),
+                "adapter": grads,
+            }
+            yield from self._stream_backward(groups, rows, others, kept_from, plan)
+            grads = float(sum(self.adapter))
 
     def _stream_backward(
-        self, groups: Sequence[Sequence[range]], rows: int, others: float, grads: float, plan: Plan
+        self, groups: Sequence[Sequence[range]], rows: int, others: Mapping[str, float], kept_from: int, plan: Plan
     ) -> Iterator[tuple[str, dict[str, float]]]:
-        """A stream's moments of backward, from its last segment to its first. `others`: boundaries beside its own."""
-        edge = self.boundary(rows)
+        """A stream's moments of backward, last segment first. `others`: bytes beside its own."""
+        edge, made = self.boundary(rows), 0.0
         for number in range(len(groups) - 1, -1, -1):
             for place in range(len(groups[number]) - 1, -1, -1):
                 segment = groups[number][place]
-                live = self._live(segment, rows, plan)
-                if plan.lookahead == 2:
-                    live *= 2
-                boundaries = others + edge * (number + 1 + place)
-                yield "backward", {"boundaries": boundaries, "layer": live, "adapter": grads}
-                grads += sum(self.adapter[i] for i in segment)
+                live = self._live(segment, rows, plan) * (2 if plan.lookahead == 2 else 1)
+                # What a kept segment remembers is among its residuals.
+                kept = sum(self._products(i, rows, plan) for i in range(kept_from, segment.start))
+                yield (
+                    "backward",
+                    {
+                        "boundaries": others["boundaries"] + edge * (number + 1 + place),
+                        "kept": others["kept"] + kept,
+                        "layer": live,
+                        "adapter": min(others["adapter"] + made, float(sum(self.adapter))),
+                    },
+                )
+                made += sum(self.adapter[i] for i in segment)
+
+    def _products(self, i: int, rows: int, plan: Plan) -> float:
+        """Bytes of a kept layer's linear outputs, without those that work in chunks or route."""
+        layer = self.model.layers[i]
+        names = ("gate_proj", "up_proj", "down_proj") if plan.mlp_rows is not None else ()
+        wide = sum(x.outputs for x in layer.linears if not x.experts and x.name not in names)
+        return float(rows * self.model.dtype_bytes * wide)
 
     def _live(self, segment: range, rows: int, plan: Plan) -> float:
         """Bytes of one segment's backward."""
@@ -254,12 +271,6 @@ class Estimator:
         """Bytes of one segment's forward pass: what one layer makes."""
         widest = max(self.residuals(i, rows) for i in segment)
         return widest * (2 if plan.lookahead == 2 else 1) + self._dense(segment, plan)
-
-    def _kept(self, row: RowShape, layers: range, plan: Plan) -> dict[str, float]:
-        """The kept layers' residuals, of all streams, with the head among them."""
-        held = sum(self.residuals(i, rows) for i in layers for rows in row.streams)
-        made = max(self.temporaries(i, rows) for i in layers for rows in row.streams)
-        return {"layer": self.backend.kept * held + max(made, 0.0) + self._dense(layers, plan), **self._head(row, plan)}
 
     def _full(self, row: RowShape, plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
         """Everything live at once: all layers' residuals, and the logits of all rows."""

@@ -27,7 +27,7 @@ EXPERTS_BY_WIDTH = {
 }
 FOUR_HIDDEN = {"gpt2", "gpt_neox", "gptj", "phixtral"}
 WITHOUT_SHARED = {"gpt_oss", "granitemoe", "jamba", "mixtral", "olmoe", "phimoe", "phixtral", "qwen3_moe", "lfm2_moe"}
-TIED = {"cohere", "cohere2", "gemma", "gemma2", "gemma3n_text", "openelm", "gpt2"}
+TIED = {"lfm2", "lfm2_moe", "cohere", "cohere2", "gemma", "gemma2", "gemma3n_text", "openelm", "gpt2"}
 TIED_UNLESS_SAID = {"gemma3_text", "gemma4_text"}
 POST_NORMS = {"gemma2", "gemma3_text", "gemma3n", "gemma4_text", "glm4", "olmo2", "olmo3", "exaone4"}
 QK_NORMS = {

@@ -3,7 +3,8 @@
 With frozen weights a matrix product's backward costs as much as its forward, attention's 2.5 times as much. So
 
     full        forward + backward
-    segmented   forward + recomputed forward + backward; kept layers aren't recomputed; a stride adds a second recompute
+    segmented   forward + recomputed forward + backward; of kept layers only what isn't a product is recomputed;
+                a stride adds a second recomputation
 
 `OVERHEAD` tokens stand for what a layer's pass costs however short the row is. The other factors are measured shares:
 on an H200 at the 8B shape, T = 8192 (look-ahead, compilation, chunked MLP, products of packed weights).
@@ -68,11 +69,13 @@ class Timer:
             matmul = 2.0 * _active(layer) * (rows + OVERHEAD) * packed
             attention = self._attention(layer, rows)
             forwards = 1.0
-            if plan.backward == "segmented" and self.lowest <= i < count - plan.keep:
+            recomputed = 0.0  # the share of the products that is computed again
+            if plan.backward == "segmented" and i >= self.lowest:
+                recomputed = (0.0 if i >= count - plan.keep else 1.0) + (plan.stride - 1) / plan.stride
                 forwards += 1 + (plan.stride - 1) / plan.stride
             chunked = plan.mlp_rows is not None and rows > plan.mlp_rows and i >= self.lowest
             backward = (self.speed.mlp_chunks if chunked else 1.0) if i >= self.lowest else 0.0
-            total += matmul * (forwards + backward) + attention * (forwards + ATTENTION_BACKWARD * bool(backward))
+            total += matmul * (1 + recomputed + backward) + attention * (forwards + ATTENTION_BACKWARD * bool(backward))
         edges = 0 if plan.backward == "full" else -(-count // plan.segment_size)
         mean = 2.0 * sum(map(_active, self.model.layers)) / count
         return total + edges * EDGE_TOKENS * mean

@@ -1,0 +1,118 @@
+"""The choice against an exhaustive search, its properties, and the time model against counts by hand."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from segtrain.memory import rows, shapes
+from segtrain.memory.backends import BACKENDS
+from segtrain.memory.choose import Chooser, Settings, longest, sizes
+from segtrain.memory.estimate import Estimator
+from segtrain.memory.plan import Plan
+from segtrain.memory.timing import OVERHEAD, Speed, Timer
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 32000,
+}
+
+
+def chooser(backend: Any = "cpu", speed: Speed | None = None, **fixed: Any) -> Chooser:
+    model = shapes.read({**CONFIG, **fixed.pop("config", {})})
+    estimator = Estimator(model, BACKENDS[backend])
+    return Chooser(estimator, Timer(model, BACKENDS[backend], speed=speed), Settings(**fixed))
+
+
+@given(st.integers(64, 8000), st.floats(0.3, 3.0))
+@settings(deadline=None, max_examples=25)
+def test_the_fastest_that_fits_is_the_fastest_that_fits(length: int, share: float) -> None:
+    """`fastest` against a plain loop over every candidate."""
+    mine, row = chooser("cuda"), rows.sft(length)
+    budget = round(share * mine.leanest(row).peak)
+    fitting = [x for x in (mine.option(row, plan) for plan in mine.plans(row)) if x.peak <= budget]
+    found = mine.fastest(row, budget)
+    assert (found is None) == (not fitting)
+    if found:
+        assert found.peak <= budget
+        assert found.relative_time <= min(x.relative_time for x in fitting) + 1e-3
+
+
+@given(st.integers(64, 4000), st.integers(20, 34))
+@settings(deadline=None, max_examples=25)
+def test_a_larger_budget_is_never_slower(length: int, power: int) -> None:
+    mine, row = chooser("cuda"), rows.sft(length)
+    small, large = mine.fastest(row, 1 << power), mine.fastest(row, 1 << (power + 1))
+    if small:
+        assert large is not None
+        assert large.relative_time <= small.relative_time + 1e-3
+
+
+def test_full_backward_where_it_fits_and_segments_where_it_does_not() -> None:
+    mine, row = chooser(), rows.sft(2048)
+    full = mine.option(row, next(mine.full(row)))
+    assert mine.fastest(row, full.peak).plan.backward == "full"  # type: ignore[union-attr]
+    assert mine.fastest(row, full.peak - 1).plan.backward == "segmented"  # type: ignore[union-attr]
+    assert mine.fastest(row, mine.leanest(row).peak) is not None
+    assert mine.fastest(row, 1 << 20) is None
+
+
+def test_what_the_recipe_fixes_is_kept() -> None:
+    mine, row = chooser(segment_size=3, head_chunk=77, keep=2, lookahead=1, backward="segmented"), rows.sft(500)
+    found = [(x.segment_size, x.head_chunk, x.keep, x.lookahead) for x in mine.plans(row)]
+    assert set(found) == {(3, 77, 2, 1)}
+    assert {x.segment_size for x in mine.relaxed().plans(row)} != {3}
+    assert {x.backward for x in chooser(backward="full").plans(row)} == {"full"}
+
+
+def test_compiled_graphs_only_without_branches() -> None:
+    mine = chooser(compiled=True)
+    assert all(plan.compiled for plan in mine.plans(rows.sft(100)))
+    assert not any(plan.compiled for plan in mine.plans(rows.shared(50, 20, 20)))
+
+
+def test_dense_copies_are_taken_where_packed_products_are_slow() -> None:
+    packed = {"quantization": {"bits": 4, "group_size": 64}}
+    for slow, dense in ((3.0, True), (1.0, False)):
+        mine = chooser(config=packed, speed=Speed(packed=slow), backward="segmented")
+        assert mine.fastest(rows.sft(1000), 1 << 40).plan.dequantize is dense  # type: ignore[union-attr]
+
+
+def test_time_is_counted_in_forwards_and_backwards() -> None:
+    """Without attention, head and edges: full is 2 units, segmented 3, stride 2 adds half a forward pass."""
+    config = {**CONFIG, "vocab_size": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1}
+    timer = Timer(shapes.read(config), BACKENDS["cpu"], speed=Speed())
+    row = rows.RowShape((10 * OVERHEAD,), ((1,),))
+
+    def relative(**options: Any) -> float:
+        return timer.relative(row, Plan("segmented", **{"segment_size": 8, **options}))
+
+    assert relative() == pytest.approx(3 / 2, rel=0.01)
+    assert relative(segment_size=1, stride=2) == pytest.approx(3.5 / 2, rel=0.02)
+    assert relative(keep=4) == pytest.approx(2.5 / 2, rel=0.01)  # products alone count here
+    assert relative(keep=8) == pytest.approx(1, rel=0.01)
+
+
+@given(st.integers(0, 5000), st.integers(2, 5000))
+def test_longest_finds_the_edge(edge: int, limit: int) -> None:
+    """Against the edge itself: exact up to 1,024 tokens, else rounded down by less than 1 %."""
+    found = longest(lambda length: length <= edge, limit)
+    if edge < 2:
+        assert found == 0
+    elif limit <= edge:
+        assert found == limit
+    else:
+        assert found <= edge
+        assert edge - found <= max(1 if edge <= 256 else edge / 100 + 4, 128 + edge / 128 if found >= 1024 else 0)
+
+
+def test_sizes_are_powers_of_two_and_all() -> None:
+    assert sizes(1) == [1]
+    assert sizes(8) == [1, 2, 4, 8]
+    assert sizes(36) == [1, 2, 4, 8, 16, 32, 36]

@@ -1,0 +1,181 @@
+"""The planner on a real tiny model: plans announced, held, refused; creep by a fake meter."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import tiny
+
+from segtrain import lora as lora_module
+from segtrain import losses
+from segtrain.engine import FullBackward, SegmentedBackward
+from segtrain.errors import RunFailed
+from segtrain.events import Memory, Notice, PlanChosen
+from segtrain.layouts import Layout
+from segtrain.memory.backends import BACKENDS
+from segtrain.memory.meter import Meter
+from segtrain.memory.planning import CREEP_STEPS, Creep, Planner, Watch
+from segtrain.models.load import Loaded
+from segtrain.models.stack import LayerStack
+from segtrain.recipe import Recipe
+from segtrain.session import Session
+
+CONFIG = {
+    **tiny.FAMILIES["llama"][1],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "torch_dtype": "float32",
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def _limits() -> Iterator[None]:
+    """The allocator's limits are the process's: put them back."""
+    memory, cache = mx.set_memory_limit(1 << 40), mx.set_cache_limit(1 << 40)
+    yield
+    mx.set_memory_limit(memory)
+    mx.set_cache_limit(cache)
+
+
+def session(**engine: Any) -> Session:
+    model = tiny.build_module("llama", CONFIG)
+    recipe = Recipe.from_mapping(
+        {"model": "m", "data": {"train": "t.jsonl", "max_seq_length": 2048}, "engine": engine, "lora": {"rank": 4}}
+    )
+    lora = lora_module.attach(model, rank=4, scale=2.0)
+    loaded = Loaded(model, None, CONFIG, None)  # type: ignore[arg-type]
+    return Session(recipe, loaded, lora, LayerStack(model), losses.sft, False)
+
+
+def planner(**engine: Any) -> Planner:
+    return Planner(session(**engine), Meter(), BACKENDS["cpu"])
+
+
+def chosen(mine: Planner, counts: dict[str, Any]) -> dict[str, Any]:
+    (event,) = [event for event in mine.announce(counts) if isinstance(event, PlanChosen)]
+    return dict(event.plan)
+
+
+def test_the_plan_is_for_the_longest_row_of_the_data() -> None:
+    mine = planner(memory_budget="40MB")
+    assert chosen(mine, {"longest": 1900})["backward"] == "segmented"
+    assert chosen(mine, {"longest": 40})["backward"] == "full"
+    assert chosen(mine, {})["row_tokens"] == 2048
+    assert chosen(mine, {"longest": 9999})["row_tokens"] == 2048
+
+
+def test_each_row_gets_the_plan_of_its_length() -> None:
+    mine = planner(memory_budget="40MB")
+    assert isinstance(mine.backward(tiny.row(30)), FullBackward)
+    long = mine.backward(tiny.row(1900))
+    assert isinstance(long, SegmentedBackward)
+    assert long is mine.backward(tiny.row(1890))  # lengths share plans
+    assert isinstance(mine.backward(tiny.row(30)), FullBackward)
+
+
+def test_what_runs_is_what_was_chosen() -> None:
+    mine = planner(backward="segmented", segment_size=2, head_chunk=33, keep_layers=1, lookahead=1)
+    backward = mine.backward(tiny.row(50))
+    assert isinstance(backward, SegmentedBackward)
+    assert (backward.head_chunk, backward.lookahead) == (33, 1)
+    assert [(s.lo, s.hi) for group in backward.groups for s in group] == [(0, 2), (2, 4), (4, 5)]
+    assert [(s.lo, s.hi) for s in backward.kept] == [(4, 5)]
+
+
+def test_dropout_is_never_compiled() -> None:
+    mine = session()
+    plain = Planner(mine, Meter(), BACKENDS["cuda"])
+    assert plain.backward(tiny.row(128)).compiled  # type: ignore[attr-defined]
+    values = mine.recipe.dump() | {"lora": {"rank": 4, "dropout": 0.1}}
+    mine.recipe = Recipe.from_mapping(values)
+    assert not Planner(mine, Meter(), BACKENDS["cuda"]).backward(tiny.row(128)).compiled  # type: ignore[attr-defined]
+
+
+def test_a_row_that_does_not_fit_as_the_recipe_says_runs_in_smaller_segments_and_is_announced() -> None:
+    mine = planner(backward="segmented", segment_size=5, memory_budget="25MB")
+    backward = mine.backward(tiny.row(1500))
+    assert isinstance(backward, SegmentedBackward)
+    assert max(s.hi - s.lo for group in backward.groups for s in group) < 5
+    notices = list(mine.after_step(1, Readings([1.0])))
+    assert any("don't fit as the recipe's engine says" in n.text for n in notices if isinstance(n, Notice))
+    assert not any("don't fit" in n.text for n in mine.after_step(2, Readings([1.0])) if isinstance(n, Notice))
+
+
+def test_nothing_fits_is_refused_with_lengths_and_budgets_that_would_do() -> None:
+    mine = planner(memory_budget="9MB")
+    with pytest.raises(RunFailed, match=r"a row of 1,9\d\d tokens needs .* and the budget is 9 MiB") as refused:
+        chosen(mine, {"longest": 1950})
+    match = re.search(r"max_seq_length to (\d+), or raise engine.memory_budget to (\d+)MB", str(refused.value))
+    assert match is not None
+    assert chosen(planner(memory_budget="9MB"), {"longest": int(match[1])})
+    assert chosen(planner(memory_budget=f"{match[2]}MB"), {"longest": 1950})
+    with pytest.raises(RunFailed):
+        mine.backward(tiny.row(1950))
+
+
+def test_limits_follow_from_the_budget() -> None:
+    chosen(planner(memory_budget="300MB"), {"longest": 100})
+    assert mx.set_memory_limit(1 << 40) == 300 * 10**6
+    assert 300 * 10**6 / 16 <= mx.set_cache_limit(1 << 40) < 300 * 10**6
+
+
+def test_a_step_is_reported_once_and_again_at_a_longer_row() -> None:
+    mine = planner()
+
+    def after(row: Layout) -> list[str]:
+        mine.meter.start_step(1)
+        mine.backward(row).step(row)
+        return [event.text for event in mine.after_step(1, mine.meter) if isinstance(event, Notice)]
+
+    first, same, longer = after(tiny.row(300)), after(tiny.row(300)), after(tiny.row(600))
+    assert len(first) == len(longer) == 1
+    assert same == []
+    assert re.fullmatch(r"memory at 299 tokens: predicted \d+ MiB, measured \d+ MiB \([+-]\d+%\)", first[0])
+
+
+def test_far_above_the_prediction_is_a_warning() -> None:
+    watch = Watch()
+    watch.note(1 << 30, 10)
+    assert watch.report(1.5).level == "warning"  # type: ignore[union-attr]
+    watch.note(1 << 30, 11)
+    assert watch.report(1.1).level == "info"  # type: ignore[union-attr]
+
+
+class Readings:
+    """A fake meter: one reading of active memory after another."""
+
+    def __init__(self, active: list[float]):
+        self.active = iter(active)
+
+    def memory(self) -> Memory:
+        return Memory(2.0, next(self.active), 0.0, 3.0)
+
+
+def creeping(active: list[float]) -> list[Notice]:
+    creep, meter = Creep(), Readings(active)
+    return [notice for _ in active if (notice := creep.check(meter.memory().active_gib))]
+
+
+def test_creeping_memory_is_a_warning_with_the_numbers() -> None:
+    (notice,) = creeping([1 + 0.01 * i for i in range(CREEP_STEPS)])
+    assert notice.level == "warning"
+    assert "1.000 GiB in use 20 steps ago, 1.190 GiB now (10.2 MiB a step)" in notice.text
+    assert len(creeping([1 + 0.01 * i for i in range(2 * CREEP_STEPS)])) == 2
+
+
+@pytest.mark.parametrize(
+    "active",
+    [
+        [1.0] * 60,
+        [1.0, 3.0] * 30,  # rows of two lengths
+        [1 + 0.0001 * i for i in range(60)],  # less than it takes
+        [1.0] * 3 + [2.0] * 3 + [1.0] * 54,
+        [1 + 0.01 * i for i in range(CREEP_STEPS - 1)],
+    ],
+)
+def test_memory_that_does_not_creep_is_no_warning(active: list[float]) -> None:
+    assert creeping(active) == []
