@@ -1,11 +1,17 @@
-"""Memory and time of one training step at the 8B shape: segtrain, mlx-lm's trainer and the strongest control, in one run.
+"""Memory and time of one training step at the 8B shape: segtrain, mlx-lm's trainer and the strongest control, in one
+run.
 
-    python benchmarks/floor.py --out benchmarks/results/floor.jsonl             everything in the README's table
-    python benchmarks/floor.py --jobs jobs.json --out …                         other variants
+    python benchmarks/floor.py                                      every job, the most important first
+    python benchmarks/floor.py --minutes 10                         as many of them as end within ten minutes
+    python benchmarks/floor.py --only memory speed                  some of them
+    python benchmarks/floor.py --only speed --set '[{"keep": 20}]'  with variants of your own
+    python benchmarks/floor.py --table benchmarks/results/floor.jsonl
 
-The model has Llama-8B's shape (hidden 4096, 32 layers, MLP 14336, 32/8 heads, vocabulary 128256) and random weights; LoRA rank 8 on all
-linear layers. `above_gib` is the peak of `mx.get_peak_memory` over the resident model; `seconds` the fastest of the timed steps, optimiser
-included. Each job is a process of its own, since `MLX_…` variables are read at start; its variants share one model.
+The model has Llama-8B's shape (hidden 4096, 32 layers, MLP 14336, 32/8 heads, vocabulary 128256) and random weights;
+LoRA rank 8 on all linear layers. `above_gib` is the peak of `mx.get_peak_memory` over the resident model, so it
+counts adapter, gradients and Adam's state; `seconds` the fastest of the timed steps, optimiser included;
+`first_seconds` the first step, in which kernels are compiled. Each job is a process of its own, since the
+environment's `MLX_…` variables are read at start; its variants share one model.
 """
 
 import argparse
@@ -20,15 +26,47 @@ from importlib.metadata import version
 from pathlib import Path
 
 SHAPES = {
-    "8b": dict(hidden_size=4096, num_hidden_layers=32, intermediate_size=14336, num_attention_heads=32,
-               num_key_value_heads=8, vocab_size=128256),
-    "1b": dict(hidden_size=2048, num_hidden_layers=16, intermediate_size=8192, num_attention_heads=32,
-               num_key_value_heads=8, vocab_size=128256),
-    "tiny": dict(hidden_size=256, num_hidden_layers=8, intermediate_size=768, num_attention_heads=4,
-                 num_key_value_heads=2, vocab_size=8192),
+    "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "vocab_size": 128256},
+    "1b": {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "vocab_size": 128256},
+    "tiny": {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 8192},
 }  # fmt: skip
-SMALL_BUFFERS = {"MLX_MAX_MB_PER_BUFFER": "50", "MLX_MAX_OPS_PER_BUFFER": "2"}
 GIB = 2**30
+
+# A command buffer holds its kernels' temporaries until it completes: small ones for memory, large ones for speed.
+SMALL = {"MLX_MAX_MB_PER_BUFFER": "100", "MLX_MAX_OPS_PER_BUFFER": "8"}
+LARGE = {"MLX_MAX_MB_PER_BUFFER": "1000", "MLX_MAX_OPS_PER_BUFFER": "50"}
+LEAN = {"compiled": True, "mlp_rows": 2048, "head_chunk": 512}
+FAST = {"compiled": True, "head_chunk": 1024, "lookahead": 2}
+SHARED = {"T": 8192, "response": 512}
+
+JOBS: dict[str, dict] = {  # the most important first; a key of a variant overrides the job's
+    "memory": {"title": "bf16, memory first", "T": 8192, "env": SMALL, **LEAN, "timeout": 150,
+               "variants": [{"lookahead": 1}, {"lookahead": 2, "limit_gib": 3.2}, {"lookahead": 1, "limit_gib": 3.0}]},
+    "speed": {"title": "bf16, speed first", "T": 8192, "env": LARGE, **FAST, "limit_gib": 21.3, "timeout": 150,
+              "variants": [{"keep": 0}, {"keep": 24}, {"keep": 28}, {"keep": 20, "lookahead": 1}]},
+    "mlx-lm": {"title": "bf16, mlx-lm --grad-checkpoint", "T": 8192, "system": "mlx-lm", "timeout": 120, "variants":
+    [{}]}, "packed": {"title": "4-bit", "bits": 4, "T": 8192, "env": SMALL, **LEAN, "dequantize": True, "timeout":
+    150,
+               "variants": [{"lookahead": 1}, {"lookahead": 2, "limit_gib": 3.2}]},
+    "longest": {"title": "4-bit, longest context", "bits": 4, "T": 131072, "env": SMALL, **LEAN, "dequantize": True,
+                "stride": 4, "limit_gib": 25, "steps": 1, "warm": False, "timeout": 240, "variants": [{}]},
+    "16k": {"title": "bf16, T = 16384", "T": 16384, "env": SMALL, **LEAN, "mlp_rows": 4096, "timeout": 120,
+            "variants": [{"lookahead": 2, "limit_gib": 6.5}]},
+    "shared": {"title": "ORPO, shared prefix", "layout": "shared", **SHARED, **FAST, "timeout": 100, "variants": [{}]},
+    "pair": {"title": "ORPO, two branches", "layout": "pair", **SHARED, **FAST, "timeout": 100, "variants": [{}]},
+    "short": {"title": "bf16, T = 512", "T": 512, "full": True, "compiled": True, "steps": 5, "timeout": 150,
+              "variants": [{}]},
+    "mlx-lm-short": {"title": "bf16, T = 512, mlx-lm", "T": 512, "system": "mlx-lm", "checkpoint": False, "steps": 5,
+                     "timeout": 180, "variants": [{}]},
+    "control": {"title": "bf16, strongest control", "T": 8192, "system": "control", "timeout": 90, "variants": [{}]},
+    "mlx-lm-packed": {"title": "4-bit, mlx-lm --grad-checkpoint", "bits": 4, "T": 8192, "system": "mlx-lm",
+                      "timeout": 150, "variants": [{}]},
+}  # fmt: skip
+ENGINE = ("segment_size", "head_chunk", "keep", "stride", "lookahead", "compiled")
+SHOWN = (*ENGINE[1:5], "mlp_rows", "dequantize", "limit_gib", "full")
 
 
 def build(shape: str, bits: int, dtype: str):
@@ -48,33 +86,38 @@ def build(shape: str, bits: int, dtype: str):
     return model, args
 
 
-def measure(step, steps: int) -> dict:
+def measure(step, steps: int, warm: bool) -> dict:
     import mlx.core as mx
 
-    step()  # warm-up: kernels compile
-    mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
     times, loss = [], 0.0
-    for _ in range(steps):
+    for number in range(steps + warm):
+        if warm and number == 1:
+            mx.clear_cache()
+            mx.reset_peak_memory()
         begun = time.perf_counter()
         loss = step()
         mx.synchronize()
         times.append(time.perf_counter() - begun)
-    return {"seconds": round(min(times), 4), "peak_gib": mx.get_peak_memory() / GIB, "loss": round(loss, 4)}
+    return {
+        "seconds": round(min(times[warm:]), 4),
+        "first_seconds": round(times[0], 2),
+        "peak_gib": mx.get_peak_memory() / GIB,
+        "loss": round(loss, 4),
+    }
 
 
 def segtrain_step(model, args, job):
     import mlx.core as mx
-    import mlx.optimizers as optim
 
-    from segtrain import losses, lora
+    from segtrain import lora, losses
     from segtrain.engine import FullBackward, SegmentedBackward
     from segtrain.layouts import pair, shared_prefix, single
     from segtrain.models.stack import LayerStack
 
-    attached = lora.attach(model, rank=8, scale=20.0) if not getattr(model, "_lora", None) else model._lora
-    model._lora = attached
+    if not hasattr(model, "_lora"):
+        model._lora = lora.attach(model, rank=8, scale=20.0)
     stack = LayerStack(model)
     stack.mlp_rows, stack.dequantize = job.get("mlp_rows"), job.get("dequantize", False)
     T = job["T"]
@@ -85,19 +128,41 @@ def segtrain_step(model, args, job):
         R = job["response"]
         build_layout = shared_prefix if job["layout"] == "shared" else pair
         layout, loss = build_layout(ids[: T - 2 * R], ids[:R], ids[R : 2 * R]), losses.orpo()
-    options = {k: job[k] for k in ("segment_size", "head_chunk", "keep", "stride", "lookahead", "compiled") if k in job}
-    engine = FullBackward(stack, attached, loss, compiled=job.get("compiled", False)) if job.get("full") else SegmentedBackward(stack, attached, loss, **options)
-    optimizer = optim.Adam(1e-5)
-    optimizer.init(attached.values())
+    if job.get("full"):
+        engine = FullBackward(stack, model._lora, loss, compiled=job.get("compiled", False))
+    else:
+        engine = SegmentedBackward(stack, model._lora, loss, **{k: job[k] for k in ENGINE if k in job})
+    update = updater(model._lora)
 
     def step():
         result = engine.step(layout)
-        grads = {name: g / result.loss.weight for name, g in result.grads.items()}
-        attached.set(optimizer.apply_gradients(grads, attached.values()))
-        mx.eval(attached.values(), optimizer.state)
-        return result.loss.total.item() / result.loss.weight
+        loss = result.loss.total / result.loss.weight
+        update(result.grads, result.loss.weight)
+        return loss.item()
 
     return step
+
+
+def updater(attached):
+    """Adam on all parameters as one compiled graph."""
+    from functools import partial
+
+    import mlx.core as mx
+    import mlx.optimizers as optim
+
+    optimizer = optim.Adam(1e-5)
+    optimizer.init(attached.values())
+    state = [optimizer.state]
+
+    @partial(mx.compile, inputs=state, outputs=state)
+    def compiled(grads, values, weight):
+        return optimizer.apply_gradients({name: grad / weight for name, grad in grads.items()}, values)
+
+    def update(grads, weight):
+        attached.set(compiled(grads, attached.values(), mx.array(float(weight))))
+        mx.eval(attached.values(), state)
+
+    return update
 
 
 def mlx_lm_step(model, args, job):
@@ -193,43 +258,82 @@ def work(job: dict) -> None:
         mx.set_memory_limit(base + int(limit * GIB) if limit else 2**40)
         mx.set_cache_limit(int(settings["cache_gib"] * GIB) if "cache_gib" in settings else 2**40)
         try:
-            result = measure(STEPS[settings.get("system", "segtrain")](model, args, settings), settings.get("steps", 3))
+            step = STEPS[settings.get("system", "segtrain")](model, args, settings)
+            result = measure(step, settings.get("steps", 3), settings.get("warm", True))
             result |= {"base_gib": base / GIB, "above_gib": round(result["peak_gib"] - base / GIB, 3)}
+            del step
         except Exception as error:  # a variant that fails must not hide the others
             result = {"error": f"{type(error).__name__}: {error}"[:300]}
         mx.clear_cache()
         print(json.dumps({**settings, **result}), flush=True)
 
 
+def run(name: str, job: dict, seconds: float) -> list[dict]:
+    """The results of one job, in a process of its own that is stopped after `seconds`."""
+    command = [sys.executable, __file__, "--job", json.dumps(job)]
+    environment = {**os.environ, **job.get("env", {})}
+    try:
+        done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, timeout=seconds)
+        lines, error = done.stdout.splitlines(), f"exit status {done.returncode}" if done.returncode else None
+    except subprocess.TimeoutExpired as expired:
+        lines, error = (expired.stdout or b"").decode().splitlines(), f"stopped after {seconds:.0f} s"
+    results = [{"job": name, **json.loads(line)} for line in lines if line.startswith("{")]
+    if error:
+        results.append({"job": name, **{k: v for k, v in job.items() if k != "variants"}, "error": error})
+    return results
+
+
+def table(lines: list[dict]) -> str:
+    """Results as Markdown, one row a variant."""
+    rows = ["| what | settings | s/step | tokens/s | GiB above the model | GiB in all |", "|---|---|---|---|---|---|"]
+    for line in lines:
+        if "job" not in line:
+            continue
+        settings = ", ".join(f"{key} {line[key]}" for key in SHOWN if line.get(key))
+        if "error" in line:
+            rows.append(f"| {line['title']} | {settings} | {line['error']} | | | |")
+            continue
+        speed = f"{line['seconds']:.3f} | {line['T'] / line['seconds']:,.0f}"
+        rows.append(f"| {line['title']} | {settings} | {speed} | {line['above_gib']:.2f} | {line['peak_gib']:.2f} |")
+    return "\n".join(rows)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--jobs", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=list(JOBS), default=list(JOBS))
+    parser.add_argument("--set", type=json.loads, help="variants (JSON) instead of the chosen jobs' own")
+    parser.add_argument("--shape", choices=list(SHAPES), default="8b")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no job that may end later")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/floor.jsonl"))
+    parser.add_argument("--table", type=Path, help="only print the table of this file")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
-        work(json.loads(options.job))
-        return
-    jobs = json.loads(options.jobs.read_text())
+        return work(json.loads(options.job))
+    if options.table:
+        return print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
+    end = time.monotonic() + 60 * options.minutes
     head = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": platform.platform(),
         "versions": {name: version(name) for name in ("mlx", "mlx-lm")},
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
+    lines: list[dict] = [head]
     with options.out.open("a") as out:
         out.write(json.dumps(head) + "\n")
-        for job in jobs:
-            environment = {**os.environ, **job.get("env", {})}
-            command = [sys.executable, __file__, "--job", json.dumps(job)]
-            try:
-                done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, timeout=job.get("timeout", 200))
-                text = done.stdout
-            except subprocess.TimeoutExpired as error:
-                text = (error.stdout or b"").decode() + json.dumps({"job": job, "error": "timeout"}) + "\n"
-            out.write(text)
+        for name in options.only:
+            job = JOBS[name] | {"shape": options.shape} | ({"variants": options.set} if options.set else {})
+            left = end - time.monotonic()
+            if left < job["timeout"] / 2:
+                print(f"{name}: left out, {left:.0f} s are left", flush=True)
+                continue
+            results = run(name, job, min(left, job["timeout"]))
+            lines += results
+            out.writelines(json.dumps(line) + "\n" for line in results)
             out.flush()
-            print(text, end="", flush=True)
+            print(*(json.dumps(line) for line in results), sep="\n", flush=True)
+    print(table(lines))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class Blocks:
             return self.backward(inputs, cotangents[0], *outputs)
 
         arrays = (q, k, v) if sinks is None else (q, k, v, sinks)
-        return attention(*arrays)[0]
+        return attention(*arrays)[0]  # type: ignore[index]  # mlx types a custom function as returning object
 
     def forward(
         self, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array | None = None
@@ -98,10 +98,14 @@ class Blocks:
         q, k, v, *sinks = inputs
         delta = (_float(do) * _float(out)).sum(axis=-1, keepdims=True)
         rows = [_grouped(x, k.shape[1]) for x in (do, sums, delta)]
-        at, dqs, dks, dvs = 0, [], [], []
+        at = 0
+        dqs: list[mx.array] = []
+        dks: list[mx.array] = []
+        dvs: list[mx.array] = []
         for part in self.parts(q, k, v, *sinks):
             heads = slice(at, at + part.k.shape[1])
-            dq, dk, dv = self._backward_part(part, *(x[:, heads] for x in rows), wait=dqs[-1:])
+            own_do, own_sums, own_delta = (x[:, heads] for x in rows)
+            dq, dk, dv = self._backward_part(part, own_do, own_sums, own_delta, wait=dqs[-1:])
             dqs.append(dq.astype(q.dtype))
             dks.append(dk.astype(k.dtype))
             dvs.append(dv.astype(v.dtype))

@@ -1,6 +1,7 @@
 """What happens in a run, as typed values: the trainer yields them, files and terminals render them.
 
-Times are seconds, memory is GiB, losses are nats a token. `as_json` gives the line of `metrics.jsonl` (None: not written).
+Times are seconds, memory is GiB, losses are nats a token. `as_json` gives the line of `metrics.jsonl` (None: not
+written).
 """
 
 from collections.abc import Mapping
@@ -154,6 +155,4 @@ class RunEnded:
         return None
 
 
-Event: TypeAlias = (
-    RunStarted | DataRead | PlanChosen | TrainStep | Evaluated | Saved | Sampled | Notice | RunEnded
-)
+Event: TypeAlias = RunStarted | DataRead | PlanChosen | TrainStep | Evaluated | Saved | Sampled | Notice | RunEnded

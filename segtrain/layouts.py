@@ -1,7 +1,7 @@
 """Layouts: what a training row looks like to the model.
 
-A `Stream` is one forward pass. A `Span` names rows of a stream to score and the tokens they should predict. A `Layout` is
-both. The three builders below are the only layouts there are:
+A `Stream` is one forward pass. A `Span` names rows of a stream to score and the tokens they should predict. A
+`Layout` is both. The three builders below are the only layouts there are:
 
 - `single`: one stream, one span (supervised fine-tuning);
 - `pair`: two streams, chosen and rejected (ORPO);
@@ -22,9 +22,9 @@ RESPONSE, PROMPT, CHOSEN, REJECTED = "response", "prompt", "chosen", "rejected"
 class Stream:
     """One forward pass: `tokens` [1, T] and who sees whom.
 
-    Without `branches`, row i sees rows j <= i, at positions 0..T-1. With `branches` (lengths that, with `prefix`, add up to T) the
-    rows are a common prefix followed by independent continuations: a branch sees the prefix and
-    its own earlier rows only, and its positions start at `prefix` again.
+    Without `branches`, row i sees rows j <= i, at positions 0..T-1. With `branches` (lengths that, with `prefix`, add
+    up to T) the rows are a common prefix followed by independent continuations: a branch sees the prefix and its own
+    earlier rows only, and its positions start at `prefix` again.
     """
 
     tokens: mx.array

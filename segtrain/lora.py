@@ -1,11 +1,13 @@
 """LoRA on a model's layers: attach, list the trainable parameters by layer, swap them for a transform.
 
-y = base(x) + scale * (dropout(x) A) B, with A [in, r] uniform in +-1/sqrt(in) and B [r, out] zero. A and B are float32 masters and are
-multiplied in the activations' dtype. Parameter names, shapes and module nesting are mlx-lm's, so the files load there.
+y = base(x) + scale * (dropout(x) A) B, with A [in, r] uniform in +-1/sqrt(in) and B [r, out] zero. A and B are
+float32 masters and are multiplied in the activations' dtype. Parameter names, shapes and module nesting are mlx-lm's,
+so the files load there.
 
-Dropout must be the same in the forward pass and in its recomputation, and different for each row, layer and module: its mask is drawn from
-a key made of (seed, row number, stream number, module name) and of nothing else. Each token has its own key made from that
-one, so the mask is also the same when a module works on a chunk of tokens at a time (`first_token`).
+Dropout must be the same in the forward pass and in its recomputation, and different for each row, layer and module:
+its mask is drawn from a key made of (seed, row number, stream number, module name) and of nothing else. Each token
+has its own key made from that one, so the mask is also the same when a module works on a chunk of tokens at a time
+(`first_token`).
 """
 
 import fnmatch
@@ -179,8 +181,8 @@ def attach(
 ) -> Lora:
     """Freeze `model` and put LoRA on the targeted linear layers of `model.layers[lo:hi]`.
 
-    A target is a module name (`q_proj`), a path within a layer (`self_attn.q_proj`), or a glob over either. Raises ValueError
-    for a target that matches nothing (naming those that exist) and for a layer range outside the model.
+    A target is a module name (`q_proj`), a path within a layer (`self_attn.q_proj`), or a glob over either. Raises
+    ValueError for a target that matches nothing (naming those that exist) and for a layer range outside the model.
     """
     lo, hi = _layer_range(len(model.layers), layers)
     model.freeze()
@@ -212,7 +214,7 @@ def _layer_range(total: int, layers: tuple[int, int] | None) -> tuple[int, int]:
 def _layer_paths(model: nn.Module) -> list[dict[str, tuple[str, nn.Module]]]:
     """Per layer: path within the layer -> (full name, linear module)."""
     names = {id(module): name for name, module in model.named_modules()}
-    paths = []
+    paths: list[dict[str, tuple[str, nn.Module]]] = []
     for layer in model.layers:
         linears = {p: m for p, m in layer.named_modules() if isinstance(m, (*LINEAR, *EXPERTS)) and _wrappable(p)}
         paths.append({path: (names[id(module)], module) for path, module in sorted(linears.items())})

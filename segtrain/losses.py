@@ -1,11 +1,11 @@
 """Losses: pure functions of the spans' log-probabilities.
 
-A loss sees each span's *sum* of token log-probs (float32 scalar) and its token count. So its gradient is one number per span, and
-the head needs a single pass: it keeps each span's unit gradient d(sum)/dh and scales it afterwards.
+A loss sees each span's *sum* of token log-probs (float32 scalar) and its token count. So its gradient is one number
+per span, and the head needs a single pass: it keeps each span's unit gradient d(sum)/dh and scales it afterwards.
 
-A value is a total with a weight: an update divides the totals (and gradients) of its rows by the sum of their weights. For `sft` the
-weight is the number of supervised tokens, so accumulation gives the mean over tokens, not a mean of means; for
-`orpo` it is one a pair.
+A value is a total with a weight: an update divides the totals (and gradients) of its rows by the sum of their
+weights. For `sft` the weight is the number of supervised tokens, so accumulation gives the mean over tokens, not a
+mean of means; for `orpo` it is one a pair.
 
 ORPO (Hong et al. 2024, arXiv:2403.07691), with l the *mean* log-prob of a response:
 
@@ -13,8 +13,8 @@ ORPO (Hong et al. 2024, arXiv:2403.07691), with l the *mean* log-prob of a respo
     log_odds = (lw - lr) - (log(1 - exp lw) - log(1 - exp lr))
     dL/dlog_odds = -beta * sigmoid(-log_odds),   dlog_odds/dl = 1 / (1 - exp l)
 
-`1 - exp l` vanishes as l -> 0, when the model is sure of a whole response; l is held below -EPSILON there, with zero gradient, so that
-neither log_odds nor its slope overflows.
+`1 - exp l` vanishes as l -> 0, when the model is sure of a whole response; l is held below -EPSILON there, with zero
+gradient, so that neither log_odds nor its slope overflows.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
 """Segments: consecutive layers whose activations are live together during backward.
 
-A *carry* is a named array that crosses a segment edge. `h`, the hidden states, always does; layer `i` may read and write
-further ones (`reads(i)`, `writes(i)`), for instance the keys and values that a later layer reuses. This module
+A *carry* is a named array that crosses a segment edge. `h`, the hidden states, always does; layer `i` may read and
+write further ones (`reads(i)`, `writes(i)`), for instance the keys and values that a later layer reuses. This module
 is pure bookkeeping on those names.
 """
 
@@ -42,7 +42,8 @@ def split(layers: int, bounds: Sequence[tuple[int, int]], reads: LayerNames, wri
     A segment reads what its layers read and do not write themselves; it writes what its layers write
     and a later segment reads. A name that donor and reader share inside one segment crosses nothing.
     """
-    assert bounds and bounds[0][0] == 0 and bounds[-1][1] == layers
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == layers
     segments = []
     for lo, hi in bounds:
         inside = range(lo, hi)

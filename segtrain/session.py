@@ -79,7 +79,10 @@ class Session:
 
 
 def open_session(recipe: Recipe, loss: LossName, loaded: Loaded) -> Session:
-    """Attach LoRA to a loaded model and capture its layers. Raises UserError for what the recipe or the model can't do."""
+    """Attach LoRA to a loaded model and capture its layers.
+
+    Raises UserError for what the recipe or the model can't do.
+    """
     lo_hi = recipe.lora.layer_range(len(loaded.model.layers))
     targets: str | Sequence[str] = recipe.lora.targets
     try:
