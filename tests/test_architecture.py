@@ -19,6 +19,7 @@ PYDANTIC = {"pydantic", "pydantic_core"}
 # Third-party packages by module; the longest prefix counts. `models` stands for models and models.*.
 THIRD_PARTY: dict[str, set[str]] = {
     "": MLX,
+    "bench": MLX | {"mlx_lm"},
     "adapters": MLX | {"safetensors", "numpy"},
     "checkpoint": MLX | {"safetensors", "numpy"},
     "cli": {"typer"},
@@ -34,7 +35,10 @@ THIRD_PARTY: dict[str, set[str]] = {
     "mlx_lm_keys": set(),
     "models": MLX | {"mlx_lm", "transformers", "huggingface_hub"},
     "memory": set(),
+    "memory.device": {"psutil"},
+    "memory.measure": MLX,
     "memory.meter": MLX | {"psutil"},
+    "memory.source": {"huggingface_hub"},
     "peft": MLX | {"safetensors", "numpy", "huggingface_hub"},
     "progress": RICH,
     "recipe": PYDANTIC,
@@ -78,7 +82,9 @@ INTERNAL: dict[str, set[str]] = {
 # Importer -> what it must not import, for everybody and beside the lists above.
 NEVER = {"cli", "progress", "report", "terminal"}
 MAY_RENDER = {"cli", "__main__", "progress", "report", "terminal"}
-NO_MLX = ["cli", "data", "errors", "events", "memory.plan", "mlx_lm_keys", "recipe", "scaffold", "segments"]
+PURE_MEMORY = ["choose", "choices", "device", "estimate", "machine", "plan", "preview", "source", "timing"]
+NO_MLX = ["cli", "data", "errors", "events", "mlx_lm_keys", "recipe", "scaffold", "segments"]
+NO_MLX += [f"memory.{name}" for name in PURE_MEMORY]
 
 
 def modules() -> dict[str, Path]:
