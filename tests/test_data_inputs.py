@@ -403,11 +403,26 @@ def attempted(call: Callable[[], object]) -> object:
         return str(error)
 
 
+any_bytes = st.binary(max_size=60) | st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass"))
+near_json = st.text('{}[]":,\\u0dDetxs1. \n', max_size=40).map(lambda text: ('{"text": ' + text).encode())
+
+
+def parses_or_says_why(line: bytes) -> None:
+    outcome = attempted(lambda: parse_line(line, Origin("x", 1)))
+    assert isinstance(outcome, dict) or str(outcome).startswith("x:1: ")
+
+
 @settings(max_examples=400)
-@given(st.binary(max_size=60) | st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass")))
-def test_no_bytes_crash_the_parser(data):
-    outcome = attempted(lambda: parse_line(data, Origin("x", 1)))
-    assert isinstance(outcome, dict) or outcome.startswith("x:1: ")
+@given(any_bytes | near_json)
+def test_no_bytes_crash_the_parser(line):
+    parses_or_says_why(line)
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000)
+@given(any_bytes | near_json)
+def test_20_000_lines_do_not_crash_the_parser(line):
+    parses_or_says_why(line)
 
 
 json_values = st.recursive(
@@ -425,10 +440,30 @@ fields = st.sampled_from(
 )
 
 
-@settings(max_examples=400)
-@given(st.dictionaries(fields, json_values, max_size=4), st.sampled_from(["sft", "orpo"]))
-def test_no_row_crashes(tmp_path_factory, row, loss):
-    path = tmp_path_factory.mktemp("fuzz") / "x.jsonl"
+rows_of_anything = st.dictionaries(fields, json_values, max_size=4)
+losses = st.sampled_from(["sft", "orpo"])
+
+
+def gives_a_row_or_says_why(home: Path, row: dict, loss: str) -> None:
+    path = home / "x.jsonl"
     path.write_text(json.dumps(row))
     outcome = attempted(lambda: next(opened(str(path), loss).train).targets)
-    assert outcome.startswith(str(path)) if isinstance(outcome, str) else outcome > 0
+    assert outcome.startswith(str(path)) if isinstance(outcome, str) else outcome > 0  # type: ignore[operator]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@settings(max_examples=400)
+@given(row=rows_of_anything, loss=losses)
+def test_no_row_crashes(home, row, loss):
+    gives_a_row_or_says_why(home, row, loss)
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000)
+@given(row=rows_of_anything, loss=losses)
+def test_20_000_rows_do_not_crash(home, row, loss):
+    gives_a_row_or_says_why(home, row, loss)
