@@ -2,7 +2,9 @@
 
     python benchmarks/plan_accuracy.py                      every case, one process each
     python benchmarks/plan_accuracy.py --only llama bfloat16 --out mine.jsonl
-    python benchmarks/plan_accuracy.py --compare            the kept measurements against today's estimate; draws the picture
+    python benchmarks/plan_accuracy.py --compare            the kept measurements against today's estimate
+
+`--compare` measures nothing, prints every case and the errors' median and worst, and draws docs/plan_accuracy.svg.
 
 A case is a small random model of a real family, a row, a dtype and the engine's settings. `measured_mb` is the highest
 `mx.get_peak_memory` of one step, the model included (the process had allocated nothing before it), in MiB; an AdamW
@@ -40,7 +42,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "model_type": "gemma3_text", "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024,
         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 16000,
-        "query_pre_attn_scalar": 64, "tie_word_embeddings": False, "sliding_window": 256, "sliding_window_pattern": 3, "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 64, "tie_word_embeddings": False, "sliding_window": 256,
+        "sliding_window_pattern": 3, "rope_local_base_freq": 1e4,
     },
     "qwen3_moe": {
         "model_type": "qwen3_moe", "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768,
@@ -117,6 +120,13 @@ def tuning_cases() -> list[dict[str, Any]]:
         {"family": "llama", "dtype": "4bit", "row": sft(256), "engine": {"segment_size": 1, "dequantize": True}}
     )
     return found
+
+
+def expense(case: dict[str, Any]) -> float:
+    """Cheap cases first; packed and half-precision products are slow on a CPU."""
+    row = case["row"]
+    tokens = row.get("length") or row["prompt"] + row["chosen"] + row["rejected"]
+    return tokens * {"float32": 1, "bfloat16": 4, "4bit": 20}[case["dtype"]]
 
 
 def build(family: str, dtype: str) -> Any:
@@ -226,6 +236,46 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def predicted(line: dict[str, Any]) -> float:
+    """Today's estimate for a measured case, MiB."""
+    from segtrain.memory import rows, shapes
+    from segtrain.memory.backends import BACKENDS
+    from segtrain.memory.estimate import Estimator
+    from segtrain.memory.plan import Plan
+
+    dtype, row = line["dtype"], line["row"]
+    config = COMMON | CONFIGS[line["family"]] | {"torch_dtype": "bfloat16" if dtype == "4bit" else dtype}
+    if dtype == "4bit":
+        config["quantization"] = {"bits": 4, "group_size": 64}
+    if row["layout"] == "sft":
+        shape = rows.sft(row["length"] + 1)
+    else:
+        build = rows.pair if row["layout"] == "pair" else rows.shared
+        shape = build(row["prompt"], row["chosen"], row["rejected"])
+    plan = Plan(**{"backward": "segmented", "head_chunk": 256, **line["engine"]})
+    return Estimator(shapes.read(config), BACKENDS["cpu"]).peak(shape, plan).bytes / MIB
+
+
+def compare(path: Path) -> None:
+    """Print each case's error, and draw them."""
+    from draw_plan_accuracy import draw
+
+    points = []
+    for line in read(path):
+        guess, real = predicted(line), line["measured_mb"]
+        points.append((line["family"], real, guess))
+        print(
+            f"{guess / real - 1:+7.1%} {guess:8.1f} {real:8.1f}",
+            line["family"],
+            line["dtype"],
+            line["row"],
+            line["engine"],
+        )
+    errors = [abs(guess / real - 1) for _, real, guess in points]
+    print(f"{len(errors)} cases: median {median(errors):.1%}, worst {max(errors):.1%}")
+    draw(points, Path(__file__).parents[1] / "docs" / "plan_accuracy.svg")
+
+
 def environment() -> dict[str, str]:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -267,9 +317,11 @@ def main() -> None:
         print(json.dumps(measure(json.loads(args.child))))
         return
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    if not args.compare:
+    if args.compare:
+        compare(args.out)
+    else:
         done = {case_key(line) for line in read(args.out)}
-        for case in tuning_cases() if args.tuning else cases():
+        for case in sorted(tuning_cases() if args.tuning else cases(), key=expense):
             if all(word in json.dumps(case) for word in args.only) and case_key(case) not in done:
                 spawn(case, args.out)
 

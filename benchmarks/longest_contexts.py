@@ -1,0 +1,58 @@
+"""The longest row that five well-known models can train on, by memory budget: estimated, on no machine measured.
+
+    python benchmarks/longest_contexts.py          writes results/longest_contexts.jsonl and prints a Markdown table
+
+`published_models.json` holds sizes from the models' published configurations. Weights are 4 bits in groups of 64, as
+`mlx_lm.convert -q` writes them; LoRA of rank 8 on all linear layers; Metal's rules for attention. A row as long as the
+model's positions is marked with a star: memory would allow more.
+"""
+
+import json
+from datetime import date
+from pathlib import Path
+
+from segtrain.memory import choices, shapes
+from segtrain.memory.backends import BACKENDS
+from segtrain.memory.choose import Chooser, longest
+
+HERE = Path(__file__).parent
+OUT = HERE / "results" / "longest_contexts.jsonl"
+BUDGETS = (24, 36, 64, 128)
+PACKED = {"quantization": {"bits": 4, "group_size": 64}, "torch_dtype": "bfloat16"}
+
+
+def lines() -> list[dict[str, object]]:
+    models = json.loads((HERE / "published_models.json").read_text())
+    found: list[dict[str, object]] = []
+    for name, entry in models.items():
+        model = shapes.read({**entry["config"], **PACKED})
+        chooser = choices.chooser(model, BACKENDS["metal"], None)
+        for budget in BUDGETS:
+
+            def fits(length: int, budget: int = budget, chooser: Chooser = chooser) -> bool:
+                return chooser.leanest(choices.row_of(length, preference=False, shared=False)).peak <= budget * 10**9
+
+            limit = model.positions or 1 << 20
+            found.append({"model": name, "budget_gb": budget, "tokens": longest(fits, limit), "limit": limit})
+    return found
+
+
+def table(found: list[dict[str, object]]) -> str:
+    """Models by row, budgets by column."""
+    rows: dict[str, list[str]] = {}
+    for line in found:
+        star = "*" if line["tokens"] == line["limit"] else ""
+        rows.setdefault(str(line["model"]), []).append(f"{line['tokens']:,}{star}" if line["tokens"] else "-")
+    head = "| model, 4-bit |" + "".join(f" {budget} GB |" for budget in BUDGETS)
+    body = [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+    return "\n".join([head, "| --- |" + " ---: |" * len(BUDGETS), *body])
+
+
+def main() -> None:
+    found = lines()
+    OUT.write_text("".join(json.dumps({**line, "date": str(date.today())}) + "\n" for line in found))
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
