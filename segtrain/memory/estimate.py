@@ -27,8 +27,9 @@ from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
 from segtrain.memory.shapes import Layer, Linear, Model
 
-# Arrays of MLP width that backward needs from forward, and temporaries of that width in its backward.
-ACTIVATIONS = {"silu": (5, 9), "gelu": (7, 4), "plain": (3, 5)}
+# Arrays of MLP width that backward needs from forward, and temporaries of that width in its backward. "geglu" is Gemma
+# 4's, a compiled function of gate and up; Gemma 3 has "gelu", a product of two.
+ACTIVATIONS = {"silu": (5, 9), "gelu": (7, 9), "geglu": (7, 4), "plain": (3, 5)}
 WIDENED = 1.5  # hidden-sized arrays that a norm of half-precision inputs keeps, where it computes in float32
 ROUTED = 2  # hidden-sized arrays of each expert that a token goes to, in both
 HIDDEN, POST_NORM = 4, 2  # hidden-state-sized residuals of a layer, and of its post-norms

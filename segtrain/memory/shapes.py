@@ -95,7 +95,7 @@ class Layer:
     linears: tuple[Linear, ...]
     attention: Attention | None = None
     width: int = 0
-    activation: str = "silu"  # or "gelu", both gated; "plain": not gated
+    activation: str = "silu"  # or "gelu", "geglu", all gated; "plain": not gated
     routed: int = 0  # experts a token goes to
     mixer_width: int = 0
     post_norms: bool = False
@@ -484,6 +484,8 @@ def _shared_width(keys: Keys, width: int) -> int:
 def _activation(keys: Keys, gated: bool) -> str:
     if not gated:
         return "plain"
+    if keys.model_type.startswith("gemma4"):
+        return "geglu"
     name = str(keys.get("hidden_activation") or keys.get("hidden_act") or keys.get("activation_function") or "silu")
     return "gelu" if "gelu" in name or keys.model_type.startswith("gemma") else "silu"
 
