@@ -147,7 +147,7 @@ def record(out: Path, found: dict[str, Any]) -> None:
         "hardware": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "load": round(os.getloadavg()[0], 1),
         "versions": {name: version(name) for name in ("transformers", "tokenizers", "datasets", "numpy")},
-        "command": " ".join(["python", "benchmarks/data_scale.py", *sys.argv[1:]]),
+        "command": " ".join(["python benchmarks/data_scale.py", *(word.split("/")[-1] for word in sys.argv[1:])]),
     }
     out.parent.mkdir(exist_ok=True)
     with open(out, "a") as file:
