@@ -213,7 +213,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     resident = mx.get_active_memory()
     lora, phases = L.attach(model, rank=8, scale=2.0), Phases()
     loss = losses.sft if case["row"]["layout"] == "sft" else losses.orpo(0.1, "full")
-    backward = backward_of(model, lora, {"head_chunk": 256, **case["engine"]}, loss, phases)
+    chunk = {} if case["engine"].get("backward") == "full" else {"head_chunk": 256}
+    backward = backward_of(model, lora, chunk | case["engine"], loss, phases)
     optimizer = Optimizer(TrainRecipe(), 10)
     vocabulary = CONFIGS[case["family"]]["vocab_size"]
     short = {"layout": "sft", "length": 16} | dict.fromkeys(("prompt", "chosen", "rejected"), 16)

@@ -21,12 +21,14 @@ Name: TypeAlias = Literal["cpu", "cuda", "metal"]
 class Backend:
     """`run_ahead`: a layer's temporaries in flight, as a share of what its backward makes.
 
+    - `overlaps`: with look-ahead 2 the next segment is at work before the last one is done;
     - `norms_widen`: norms of half-precision inputs keep float32 copies;
     - `compiles`: compiled segments pay; `speed`: (matmul, attention, elementwise) of the time model, see `timing`.
     """
 
     name: Name
     run_ahead: float = 1.0
+    overlaps: bool = True
     norms_widen: bool = False
     compiles: bool = False
     head_dims: frozenset[int] = frozenset()
@@ -53,7 +55,7 @@ class Backend:
 
 
 BACKENDS: dict[Name, Backend] = {
-    "cpu": Backend("cpu", norms_widen=True, tile_bytes=1 << 20),
+    "cpu": Backend("cpu", overlaps=False, norms_widen=True, tile_bytes=1 << 20),
     "cuda": Backend(
         "cuda",
         run_ahead=1.4,

@@ -31,6 +31,7 @@ from segtrain.memory.shapes import Layer, Linear, Model
 # 4's, a compiled function of gate and up; Gemma 3 has "gelu", a product of two.
 ACTIVATIONS = {"silu": (5, 9), "gelu": (7, 9), "geglu": (7, 4), "plain": (3, 5)}
 WIDENED = 1.5  # hidden-sized arrays that a norm of half-precision inputs keeps, where it computes in float32
+COMPILED = 0.65  # of the temporaries are left when elementwise operations are fused
 ROUTED = 2  # hidden-sized arrays of each expert that a token goes to, in both
 HIDDEN, POST_NORM = 4, 2  # hidden-state-sized residuals of a layer, and of its post-norms
 HIDDEN_TEMPORARIES = 4
@@ -241,7 +242,7 @@ class Estimator:
         for number in range(len(groups) - 1, -1, -1):
             for place in range(len(groups[number]) - 1, -1, -1):
                 segment = groups[number][place]
-                live = self._live(segment, rows, plan) * (2 if plan.lookahead == 2 else 1)
+                live = self._live(segment, rows, plan) * self._at_once(plan)
                 # What a kept segment remembers is among its residuals.
                 kept = sum(self._products(i, rows, plan) for i in range(kept_from, segment.start))
                 yield (
@@ -265,13 +266,17 @@ class Estimator:
     def _live(self, segment: range, rows: int, plan: Plan) -> float:
         """Bytes of one segment's backward."""
         held = sum(self.residuals(i, rows, plan.mlp_rows) for i in segment)
-        made = max(self.temporaries(i, rows, plan.mlp_rows) for i in segment)
+        made = max(self.temporaries(i, rows, plan.mlp_rows) for i in segment) * (COMPILED if plan.compiled else 1.0)
         return held + made + self._dense(segment, plan)
+
+    def _at_once(self, plan: Plan) -> int:
+        """Segments whose temporaries are live together."""
+        return 2 if plan.lookahead == 2 and self.backend.overlaps else 1
 
     def _forward(self, segment: range, rows: int, plan: Plan) -> float:
         """Bytes of one segment's forward pass: what one layer makes."""
         widest = max(self.residuals(i, rows) for i in segment)
-        return widest * (2 if plan.lookahead == 2 else 1) + self._dense(segment, plan)
+        return widest * self._at_once(plan) + self._dense(segment, plan)
 
     def _full(self, row: RowShape, plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
         """Everything live at once: all layers' residuals, and the logits of all rows."""

@@ -156,7 +156,7 @@ class _Case:
         return {
             **option.plan.as_json(),
             "peak_gib": round(option.peak / GIB, 4),
-            "phases": {name: round(size / GIB, 4) for name, size in option.parts.items()},
+            "phases": {name: round(size / GIB, 4) for name, size in option.parts.items() if size},
             "moment": option.moment,
             "relative_time": round(option.relative_time, 3),
             "fits": option.peak <= self.budget,

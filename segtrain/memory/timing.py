@@ -57,7 +57,9 @@ class Timer:
         total = sum(self._stream(rows, plan) for rows in row.streams)
         head = 2 * self.model.hidden * self.model.vocabulary * sum(map(sum, row.scored))
         chunks = sum(-(-count // plan.head_chunk) for spans in row.scored for count in spans)
-        total += 2 * head * (1 if plan.backward == "full" else 1 + 0.02 * chunks / max(1, len(row.streams)) ** 0.5 / 10)
+        total += 2 * head
+        if plan.backward == "segmented":
+            total += chunks * EDGE_TOKENS * self.model.hidden * self.model.vocabulary
         if plan.compiled:
             total *= self.speed.compiled
         return total * (1.0 if plan.backward == "full" else self.speed.lookahead[plan.lookahead])

@@ -19,7 +19,8 @@ _BAR_ROOM = 51  # columns that the other cells of the table take
 def print_preview(preview: object, *, console: Console | None = None) -> None:
     """Draw a preview: model, seq, budget_gib, fits, recommended, options; options may say fits and longest.
 
-    The phases of an option are parts of its peak (GiB); all bars share one scale.
+    It may have lengths (rows of the data set: name, tokens, fits, peak_gib), notes and measured (one real step). The
+    phases of an option are parts of its peak (GiB); all bars share one scale.
     """
     console = console or make_console()
     options = list(pick(preview, "options", default=()))
@@ -31,6 +32,7 @@ def print_preview(preview: object, *, console: Console | None = None) -> None:
     write(console, *table_lines(_columns(options), rows, line_width(console)))
     write(console, "", *_legend(phases, marks, line_width(console)))
     write(console, *_verdict(preview, budget, line_width(console)))
+    write(console, *_own_rows(preview, line_width(console)), *_measured(preview, line_width(console)))
 
 
 def _head(preview: object, width: int) -> list[str]:
@@ -113,9 +115,37 @@ def _verdict(preview: object, budget: float | None, width: int) -> list[Text | s
         advice = pick(preview, "advice", "hint")
         return [text, *(wrapped("", [clean(advice)], width) if advice else [])]
     size = "full backward" if pick(chosen, "backward") == "full" else f"segment_size {pick(chosen, 'segment_size')}"
+    if kept := pick(chosen, "keep"):
+        size += f", keep_layers {kept}"
     return [
         Text.assemble((">", "bold"), f" recommended: {size}, predicted peak {gib(float(pick(chosen, 'peak_gib')))}")
     ]
+
+
+def _own_rows(preview: object, width: int) -> list[str]:
+    """The data set's own row lengths, and remarks."""
+    lines = []
+    for row in pick(preview, "lengths", default=()):
+        pieces = [f"{clean(pick(row, 'name'))} row, {count(pick(row, 'tokens'))} tokens"]
+        peak = pick(row, "peak_gib")
+        pieces.append("doesn't fit" if peak is None else f"peak {gib(float(peak))}")
+        lines += wrapped("data", pieces, width)
+    return lines + [
+        line for note in pick(preview, "notes", default=()) for line in wrapped("note:", [clean(note)], width)
+    ]
+
+
+def _measured(preview: object, width: int) -> list[str]:
+    """One real step against its estimate."""
+    step = pick(preview, "measured")
+    if not step:
+        return []
+    peaks = [f"predicted {gib(float(pick(step, 'predicted_gib')))}", f"measured {gib(float(pick(step, 'peak_gib')))}"]
+    lines = wrapped("step", [*peaks, f"error {float(pick(step, 'error')):+.1%}"], width)
+    for name, phase in (pick(step, "phases", default={}) or {}).items():
+        pieces = [clean(name), gib(float(pick(phase, "peak_gib"))), f"{float(pick(phase, 'seconds')):.2f} s"]
+        lines += wrapped("", pieces, width)
+    return lines
 
 
 def _identity(option: object) -> tuple[Any, ...]:
