@@ -7,7 +7,8 @@ measured them there.
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Literal, TypeAlias
 
@@ -21,6 +22,8 @@ Name: TypeAlias = Literal["cpu", "cuda", "metal"]
 class Backend:
     """`run_ahead`: a layer's temporaries in flight, as a share of what its backward makes.
 
+    - `fused`: the share of it that is left in compiled segments;
+    - `chunks_help`: an MLP in chunks frees memory; a large command buffer holds all chunks' temporaries until its end;
     - `overlaps`: with look-ahead 2 the next segment is at work before the last one is done;
     - `norms_widen`: norms of half-precision inputs keep float32 copies;
     - `compiles`: compiled segments pay; `speed`: (matmul, attention, elementwise) of the time model, see `timing`.
@@ -28,6 +31,8 @@ class Backend:
 
     name: Name
     run_ahead: float = 1.0
+    fused: float = 1.0
+    chunks_help: bool = True
     overlaps: bool = True
     norms_widen: bool = False
     compiles: bool = False
@@ -55,10 +60,12 @@ class Backend:
 
 
 BACKENDS: dict[Name, Backend] = {
-    "cpu": Backend("cpu", overlaps=False, norms_widen=True, tile_bytes=1 << 20),
+    "cpu": Backend("cpu", fused=0.65, overlaps=False, norms_widen=True, tile_bytes=1 << 20),
     "cuda": Backend(
         "cuda",
         run_ahead=1.4,
+        fused=0.8,
+        chunks_help=False,
         compiles=True,
         head_dims=frozenset(range(8, 129, 8)),
         query_multiple=128,
@@ -69,6 +76,8 @@ BACKENDS: dict[Name, Backend] = {
     "metal": Backend(
         "metal",
         run_ahead=1.4,
+        fused=0.8,
+        chunks_help=False,
         head_dims=frozenset({64, 72, 80, 96, 128, 192, 256}),
         float32_fused=True,
         tile_bytes=64 << 20,
@@ -76,8 +85,24 @@ BACKENDS: dict[Name, Backend] = {
 }
 
 
+SMALL_BUFFERS = 10  # operations a command buffer: with so few, little is held that is done with
+RUN_AHEAD_SMALL = 0.65
+
+
+def with_buffers(backend: Backend, environment: Mapping[str, str]) -> Backend:
+    """`backend` with the command buffers that the environment asks for (`MLX_MAX_OPS_PER_BUFFER`)."""
+    asked = environment.get("MLX_MAX_OPS_PER_BUFFER", "")
+    if backend.name == "cpu" or not asked.isdigit() or int(asked) > SMALL_BUFFERS:
+        return backend
+    return replace(backend, run_ahead=RUN_AHEAD_SMALL, chunks_help=True)
+
+
 def here() -> Backend:
     """The backend that mlx would use on this machine, found without importing it."""
+    return with_buffers(_here(), os.environ)
+
+
+def _here() -> Backend:
     if sys.platform == "darwin":
         return BACKENDS["metal"]
     cuda = any(_installed(name) for name in ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")) and os.path.exists(

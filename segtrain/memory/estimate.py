@@ -31,13 +31,13 @@ from segtrain.memory.shapes import Layer, Linear, Model
 # 4's, a compiled function of gate and up; Gemma 3 has "gelu", a product of two.
 ACTIVATIONS = {"silu": (5, 9), "gelu": (7, 9), "geglu": (7, 4), "plain": (3, 5)}
 WIDENED = 1.5  # hidden-sized arrays that a norm of half-precision inputs keeps, where it computes in float32
-COMPILED = 0.65  # of the temporaries are left when elementwise operations are fused
 ROUTED = 2  # hidden-sized arrays of each expert that a token goes to, in both
 HIDDEN, POST_NORM = 4, 2  # hidden-state-sized residuals of a layer, and of its post-norms
 HIDDEN_TEMPORARIES = 4
 TILES = 8  # of scores, at work at a time in block-wise attention
 LOGIT_BYTES = {4: 8, 2: 13}  # by bytes of the activations' dtype
 CAPPED_LOGIT_BYTES = {4: 16.5, 2: 15}  # the same where a soft-cap is differentiated too
+FULL_LOGIT_BYTES = {4: 22, 2: 28}  # in full backward, where autodiff goes through the softmax
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1, "muon": 1, "adafactor": 0}
 UPDATE_COPIES = (
     6  # of the adapter, while the optimiser runs: gradients, normalised, clipped; new moments and parameters
@@ -171,7 +171,7 @@ class Estimator:
 
     def _mlp(self, layer: Layer, rows: int, mlp_rows: int | None, index: int) -> float:
         """Bytes of the MLP's residuals (`index` 0) or temporaries (1)."""
-        b, chunked = self.model.dtype_bytes, mlp_rows is not None and not layer.routed
+        b, chunked = self.model.dtype_bytes, self.backend.chunks_help and mlp_rows is not None and not layer.routed
         count = ACTIVATIONS[layer.activation][index]
         wide = count * layer.width + ROUTED * layer.routed * self.model.hidden
         if not chunked or mlp_rows is None:
@@ -266,7 +266,9 @@ class Estimator:
     def _live(self, segment: range, rows: int, plan: Plan) -> float:
         """Bytes of one segment's backward."""
         held = sum(self.residuals(i, rows, plan.mlp_rows) for i in segment)
-        made = max(self.temporaries(i, rows, plan.mlp_rows) for i in segment) * (COMPILED if plan.compiled else 1.0)
+        made = max(self.temporaries(i, rows, plan.mlp_rows) for i in segment) * (
+            self.backend.fused if plan.compiled else 1.0
+        )
         return held + made + self._dense(segment, plan)
 
     def _at_once(self, plan: Plan) -> int:
@@ -285,7 +287,7 @@ class Estimator:
         held = sum(self.residuals(i, rows) for i in trained for rows in row.streams)
         edges = sum(self.boundary(rows) for rows in row.streams)
         made = max(self.temporaries(i, max(row.streams)) for i in trained)
-        logits = float(V * sum(row.streams) * b + V * sum(map(sum, row.scored)) * self._logit_bytes)
+        logits = float(V * sum(map(sum, row.scored)) * FULL_LOGIT_BYTES[b])
         boundaries = edges + sum(self.constants(rows) for rows in row.streams)
         yield "step", {"boundaries": boundaries, "layer": held, "head": logits}
         yield "step", {"boundaries": boundaries, "layer": held + made, "adapter": float(sum(self.adapter))}

@@ -6,6 +6,7 @@ it waits for running work instead of growing, and its cache never takes what a l
 """
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from segtrain.errors import RunFailed
 from segtrain.events import Event, Memory, Notice, PlanChosen
 from segtrain.layouts import Layout
 from segtrain.memory import choices, rows, shapes
-from segtrain.memory.backends import BACKENDS, Backend
+from segtrain.memory.backends import BACKENDS, Backend, with_buffers
 from segtrain.memory.choose import Chooser, Option, longest
 from segtrain.memory.device import MARGIN, default_budget
 from segtrain.memory.meter import GIB, Meter, frozen_bytes, recommended_bytes, set_limits
@@ -86,7 +87,7 @@ class Planner:
 
     def __init__(self, session: Session, meter: Meter, backend: Backend | None = None):
         self.session, self.meter = session, meter
-        self.backend = backend or BACKENDS[attention.backend().name]  # type: ignore[index]
+        self.backend = backend or with_buffers(BACKENDS[attention.backend().name], os.environ)  # type: ignore[index]
         engine = session.recipe.engine
         self.budget = engine.budget_bytes or _device_budget(self.backend)
         self.chooser = _chooser(session, self.backend)
