@@ -70,7 +70,7 @@ def test_a_module_as_function_keeps_the_arrays_of_its_making():
 
 @pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("mistral", 2), ("gemma4_text", 5)])
 def test_ranges_of_like_layers_share_one_function(family: str, kinds: int):
-    """gemma4 has six layers: a plain one, two donors, two sliding readers of one of them, a full reader of the other."""
+    """gemma4 has six layers: a plain one, two donors, two readers of one of them, one of the other."""
     model = tiny.build(family)
     tiny.attach(model)
     stack = LayerStack(model)
