@@ -84,7 +84,7 @@ class Ranks:
             return [text]
         data = text.encode()
         _, lengths = self.sum({}, [len(data) * (rank == self.rank) for rank in range(self.size)])
-        slots = np.zeros((self.size, max(1, *map(int, lengths))), np.uint32)
+        slots = np.zeros((self.size, max(1, *map(int, lengths))), np.float32)
         slots[self.rank, : len(data)] = np.frombuffer(data, np.uint8)
         found = np.array(self._all_sum(mx.array(slots))).astype(np.uint8)
         return [bytes(row[: int(length)]).decode() for row, length in zip(found, lengths, strict=True)]

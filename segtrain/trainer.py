@@ -92,7 +92,7 @@ class _Loop:
         self.meter = Meter(run.append_memory if run else None)
         self.planner = Planner(session, self.meter)
         choose = self.planner.backward
-        self.updates = Updates(session, data.train, choose, optimizer, ranks)
+        self.updates = Updates(session, data.train, choose, optimizer, ranks, self.meter)
         self.validation = Validation(session, data.valid, choose, self.updates) if data.valid is not None else None
         self.keeper = Keeper(self.recipe, ranks, run, session, optimizer, data)
         self.growth = Growth()

@@ -8,6 +8,7 @@ alike, n ranks equal one process with n times the accumulation. Dropout masks ar
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
@@ -15,7 +16,7 @@ import mlx.core as mx
 
 from segtrain.data.rows import PreferenceRow, Row
 from segtrain.distributed import Ranks
-from segtrain.engine import Backward, Step
+from segtrain.engine import Backward, Meter, Step, no_meter
 from segtrain.errors import RunFailed
 from segtrain.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE, Layout
 from segtrain.losses import Loss, LossValue
@@ -85,9 +86,16 @@ class Updates:
     """Makes and applies updates from the data's next rows."""
 
     def __init__(
-        self, session: Session, rows: Iterator[Row], choose: Choose, optimizer: Optimizer, ranks: Ranks
+        self,
+        session: Session,
+        rows: Iterator[Row],
+        choose: Choose,
+        optimizer: Optimizer,
+        ranks: Ranks,
+        meter: Meter = no_meter,
     ) -> None:
         self.session, self.rows, self.choose, self.optimizer, self.ranks = session, rows, choose, optimizer, ranks
+        self.meter = meter
         self._metrics = metric_names(session.loss)
 
     def totals(self) -> Totals:
@@ -101,8 +109,10 @@ class Updates:
             state.rows += self.ranks.size
             self._accumulate(update, *update.rows[-1])
         update.totals.stop = stop()
-        update.grads = update.totals.exchange(self.ranks, update.grads)
-        self._apply(update)
+        with self.meter("exchange", 0) if self.ranks.size > 1 else nullcontext():
+            update.grads = update.totals.exchange(self.ranks, update.grads)
+        with self.meter("optimizer", 0):
+            self._apply(update)
         update.grads = {}
         state.bad_steps = 0 if update.applied else state.bad_steps + 1
         state.shared_pairs += update.totals.shared_pairs

@@ -38,7 +38,7 @@ def start(
 
 
 def start_ranks(arguments: Sequence[str], folder: Path, size: int = 2, **options: Any) -> list[BaseProcess]:
-    """The same on `size` ranks of a ring, as `mlx.launch` sets one up; their output is in rank-0.log, rank-1.log, ..."""
+    """The same on `size` ranks of a ring, as `mlx.launch` sets one up; their output is in rank-0.log, rank-1.log."""
     ports = free_ports(size)
     hosts = folder / "hosts.json"
     hosts.write_text(str([[f"127.0.0.1:{port}"] for port in ports]).replace("'", '"'))

@@ -60,7 +60,7 @@ def text(draw: random.Random, least: int, most: int) -> str:
 
 def completions(path: Path, rows: int = 12, seed: int = 0, longest: int = 12) -> Path:
     draw = random.Random(seed)
-    lines = [{"prompt": text(draw, 2, 6), "completion": text(draw, 1, longest)} for _ in range(rows)]
+    lines = [{"prompt": text(draw, 2, 6), "completion": " " + text(draw, 1, longest)} for _ in range(rows)]
     return written(path, lines)
 
 
@@ -70,7 +70,7 @@ def preferences(path: Path, rows: int = 12, seed: int = 0) -> Path:
     lines = []
     for number in range(rows):
         least = 18 if number % 2 else 2
-        chosen = text(draw, 1, 9)
+        chosen = " " + text(draw, 1, 9)
         lines.append({"prompt": text(draw, least, least + 4), "chosen": chosen, "rejected": chosen + " w0"})
     return written(path, lines)
 
@@ -92,7 +92,7 @@ def mapping(folder: Path, loss: str = "sft", **changes: Any) -> dict[str, Any]:
         "model": str(folder / "model"),
         "data": {"train": str(folder / f"{loss}-train.jsonl"), "max_seq_length": 64},
         "lora": {"rank": 2},
-        "engine": {"backward": "segmented", "memory_budget": "1GB"},
+        "engine": {"backward": "segmented", "segment_size": 1, "keep_layers": 0, "memory_budget": "1GB"},
         "train": {"steps": 6, "learning_rate": 1e-2},
         "output": {"dir": str(folder / "run"), "save_every": 2, "eval_every": 0},
     }

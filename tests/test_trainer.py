@@ -1,0 +1,268 @@
+"""The training loop against CONTRACT and arithmetic done here: what is learnt, written and refused."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+import tiny_run
+
+from segtrain import checkpoint
+from segtrain.errors import RunFailed, UserError
+from segtrain.events import DataRead, Evaluated, Event, Memory, Notice, PlanChosen, RunEnded, RunStarted, TrainStep
+from segtrain.guards import ALLOWANCE, SLACK, WARM_UP, Growth
+from segtrain.models.load import load
+from segtrain.rundir import best
+from segtrain.runstate import SETTLED, RunningLoss, RunState
+from segtrain.trainer import Trainer, total_steps
+from segtrain.updates import Updates, is_out_of_memory, metric_names
+
+TRAIN = {
+    "event", "step", "loss", "learning_rate", "grad_norm", "tokens", "supervised_tokens", "tokens_per_second",
+    "step_seconds", "peak_gib", "active_gib", "cache_gib", "rss_gib",
+}  # fmt: skip
+ORPO = {"nll", "log_odds", "chosen_logp", "rejected_logp", "accuracy", "shared_tokens"}
+MEMORY = {"step", "phase", "stream", "seconds", "peak_gib", "active_gib", "cache_gib"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
+
+
+def run(folder: Path, name: str, loss: Any = "sft", **changes: Any) -> tuple[list[Event], Path]:
+    flags = {key: changes.pop(key) for key in ("resume", "overwrite", "force", "dry_run") if key in changes}
+    recipe = tiny_run.recipe(folder, loss, output__dir=str(folder / name), **changes)
+    return list(Trainer(recipe, loss, **flags).events()), folder / name
+
+
+def of(events: list[Event], kind: type) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+@pytest.mark.parametrize("loss", ["sft", "orpo"])
+def test_files_are_those_of_the_contract(folder: Path, loss: str) -> None:
+    valid = str(folder / f"{loss}-valid.jsonl")
+    events, out = run(
+        folder, f"files-{loss}", loss, data__valid=valid, output__eval_every=3, output__keep_checkpoints=1
+    )
+    lines = tiny_run.lines(out, readings=True)
+    assert [line["event"] for line in lines if line["event"] != "notice"] == (
+        ["data", "plan", *["train"] * 3, "eval", *["train"] * 3, "eval"]
+    )
+    for line in lines:
+        if line["event"] == "train":
+            assert set(line) == TRAIN | (ORPO if loss == "orpo" else set())
+            assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["step_seconds"])
+        if line["event"] == "eval":
+            assert {"event", "step", "loss", "rows"} <= set(line)
+            assert line["rows"] == 5
+    memory = tiny_run.lines(out, "memory.jsonl", readings=True)
+    assert all(set(line) == MEMORY for line in memory)
+    assert {line["phase"] for line in memory if line["step"] == 1} == {
+        *(f"{kind}[{n}:{n + 1}]" for kind in ("forward", "backward") for n in range(3)), "head", "optimizer",
+    }  # fmt: skip
+    assert (out / "recipe.yaml").read_text().startswith("# resolved by segtrain-mlx")
+    assert best(out) == checkpoint.directory(out, of(events, RunEnded)[0].summary["best_step"])
+    assert not (out / ".lock").exists()
+
+
+def test_the_adapter_loads_in_mlx_lm(folder: Path) -> None:
+    _, out = run(folder, "loads")
+    plain, _ = mlx_lm.load(str(folder / "model"))  # type: ignore[misc]
+    tuned, _ = mlx_lm.load(str(folder / "model"), adapter_path=str(out))  # type: ignore[misc]
+    tokens = mx.array([[5, 6, 7, 8]])
+    assert mx.abs(plain(tokens) - tuned(tokens)).max().item() > 1e-3
+
+
+def test_loss_is_the_mean_over_tokens_of_all_rows(folder: Path) -> None:
+    """12 rows of unequal length in one update, against mlx-lm's model applied here: not a mean of means."""
+    changes = {"train__steps": 1, "train__grad_accumulation_steps": 12}
+    events, _ = run(folder, "mean", **changes)
+    loaded = load(str(folder / "model"))
+    rows = [json.loads(line) for line in (folder / "sft-train.jsonl").read_text().splitlines()]
+    losses, means = [], []
+    for row in rows:
+        prompt = loaded.tokenizer.encode(row["prompt"])
+        answer = [*loaded.tokenizer.encode(row["completion"], add_special_tokens=False), 1]
+        logits = np.array(loaded.model(mx.array([[*prompt, *answer]]))[0].astype(mx.float32), np.float64)
+        logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        own = [-logp[len(prompt) - 1 + k, token] for k, token in enumerate(answer)]
+        losses += own
+        means.append(np.mean(own))
+    (step,) = of(events, TrainStep)
+    assert step.supervised_tokens == len(losses)
+    assert step.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    assert abs(np.mean(means) / np.mean(losses) - 1) > 1e-4  # the control: here the two do differ
+
+
+def test_an_sgd_update_is_the_gradient_times_the_rate(folder: Path) -> None:
+    """|B| after one step is rate * |grad|: B was 0, and so is the gradient of A there."""
+    changes = {"train__steps": 1, "train__optimizer": "sgd", "train__learning_rate": 0.01, "train__max_grad_norm": 0.0}
+    events, out = run(folder, "sgd", **changes)
+    params = mx.load(str(out / "adapters.safetensors"))
+    moved = math.sqrt(sum(mx.square(v).sum().item() for k, v in params.items() if k.endswith("lora_b")))  # type: ignore[union-attr, misc]
+    assert moved == pytest.approx(0.01 * of(events, TrainStep)[0].grad_norm, rel=1e-5)
+
+
+def test_evaluation_takes_the_same_rows_each_time(folder: Path) -> None:
+    changes = {"train__learning_rate": 1e-12, "output__eval_every": 1, "eval__rows": 3}
+    events, _ = run(folder, "same rows", data__valid=str(folder / "sft-valid.jsonl"), **changes)
+    losses = {event.loss for event in of(events, Evaluated)}
+    assert len(of(events, Evaluated)) == 6
+    assert max(losses) == pytest.approx(min(losses), rel=1e-6)
+    assert {event.rows for event in of(events, Evaluated)} == {3}
+
+
+def test_warm_up_counts_updates(folder: Path) -> None:
+    changes = {"train__warmup_steps": 3, "train__lr_schedule": "constant", "train__grad_accumulation_steps": 4}
+    events, _ = run(folder, "warm-up", train__steps=4, **changes)
+    rates = [event.learning_rate for event in of(events, TrainStep)]
+    assert rates == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01])
+
+
+@pytest.mark.parametrize(("epochs", "accumulation", "ranks", "expected"), [(1, 1, 1, 12), (2, 5, 1, 5), (1, 2, 3, 2)])
+def test_epochs_in_steps(folder: Path, epochs: int, accumulation: int, ranks: int, expected: int) -> None:
+    changes = {"train__epochs": epochs, "train__steps": None, "train__grad_accumulation_steps": accumulation}
+    recipe = tiny_run.recipe(folder, **changes)
+
+    class Twelve:
+        rows_per_epoch = 12
+
+    assert total_steps(recipe, Twelve(), ranks) == expected  # type: ignore[arg-type]
+
+
+def test_epochs_of_a_stream_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.steps"):
+        run(folder, "stream", data__streaming=True, train__steps=None, train__epochs=1)
+
+
+def test_each_row_once_an_epoch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    inner = Updates._accumulate
+
+    def watched(self: Updates, update: Any, number: int, row: Any) -> None:
+        seen.append(row.origin.line)
+        inner(self, update, number, row)
+
+    monkeypatch.setattr(Updates, "_accumulate", watched)
+    run(folder, "epoch", train__steps=24)
+    assert sorted(seen[:12]) == sorted(seen[12:]) == list(range(1, 13))
+
+
+def test_a_dry_run_writes_nothing(folder: Path) -> None:
+    events, out = run(folder, "dry", dry_run=True)
+    assert not out.exists()
+    kinds = [type(event) for event in events if not isinstance(event, Notice)]
+    assert kinds == [RunStarted, DataRead, PlanChosen, RunEnded]
+
+
+def test_a_run_is_never_written_over(folder: Path) -> None:
+    _, out = run(folder, "kept", train__steps=2)
+    before = tiny_run.result(out)
+    with pytest.raises(UserError, match="--overwrite"):
+        run(folder, "kept", train__steps=2)
+    assert tiny_run.result(out) == before
+    run(folder, "kept", train__steps=1, overwrite=True)
+    assert len([line for line in tiny_run.lines(out) if line["event"] == "train"]) == 1
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
+    """Rows on these lines of the file give a NaN gradient."""
+    inner = Updates._step
+
+    def step(self: Updates, number: int, row: Any) -> Any:
+        found, layout = inner(self, number, row)
+        if row.origin.line in bad:
+            found.grads.update({name: grad * float("nan") for name, grad in found.grads.items()})
+        return found, layout
+
+    monkeypatch.setattr(Updates, "_step", step)
+
+
+def test_a_gradient_that_isnt_finite_is_skipped_and_its_row_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poisoned(monkeypatch, 7)
+    events, out = run(folder, "nan", train__grad_accumulation_steps=4, train__steps=3)
+    warnings = [event.text for event in of(events, Notice) if event.level == "warning"]
+    (text,) = [text for text in warnings if "update skipped" in text]
+    assert "sft-train.jsonl:7:" in text
+    assert text.count("sft-train.jsonl") == 1  # not the three rows beside it
+    assert len(of(events, TrainStep)) == 2
+    assert all(np.isfinite(np.array(value)).all() for value in mx.load(str(out / "adapters.safetensors")).values())  # type: ignore[union-attr]
+
+
+def test_three_in_a_row_end_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, out = run(folder, "three", train__steps=4)
+    poisoned(monkeypatch, *range(1, 13))
+    with pytest.raises(RunFailed, match=r"3rd update in a row.*step-0000006") as error:
+        run(folder, "three", train__steps=9, resume=True, force=True)
+    assert "step 7" in str(error.value)
+    found, _ = checkpoint.newest(out)
+    assert found is not None
+    assert all(np.isfinite(np.array(value)).all() for value in found.adapters.values())
+    assert len(of(events, TrainStep)) == 4
+
+
+def test_out_of_memory_names_the_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 123 bytes.")
+
+    monkeypatch.setattr("segtrain.engine.SegmentedBackward.step", fail)
+    with pytest.raises(RunFailed, match=r"out of memory on .*sft-train\.jsonl:\d+ \(\d+ tokens\)"):
+        run(folder, "oom")
+    assert not is_out_of_memory(RuntimeError("shapes don't match"))
+
+
+def test_prompts_are_sampled(folder: Path) -> None:
+    changes = {"eval__prompts": ["w1 w2"], "eval__max_tokens": 4, "output__eval_every": 2, "train__steps": 2}
+    _, out = run(folder, "samples", data__valid=str(folder / "sft-valid.jsonl"), **changes)
+    (sample,) = tiny_run.lines(out, "samples.jsonl")
+    assert sample["step"] == 2
+    assert sample["prompt"] == "w1 w2"
+
+
+def test_spikes() -> None:
+    losses = RunningLoss()
+    draw = np.random.default_rng(0)
+    assert not any(losses.spikes(float(x)) for x in draw.normal(2, 0.2, 500))
+    mean = losses.mean
+    assert losses.spikes(9.0)
+    assert losses.mean - mean < 0.1  # a spike doesn't move what is usual
+    assert not losses.spikes(2.1)
+
+
+def test_no_spike_before_there_is_a_usual_loss() -> None:
+    losses = RunningLoss()
+    assert not any(losses.spikes(x) for x in [1.0] * (SETTLED - 1) + [50.0])
+
+
+def test_growth_of_the_process_is_said_once() -> None:
+    growth = Growth()
+
+    def read(step: int, rss: float) -> list[Notice]:
+        return growth(step, Memory(0.0, 0.0, 0.5, rss + 0.5))
+
+    assert not any(read(step, 2.0) for step in range(WARM_UP))
+    assert not read(101, 2.0 * ALLOWANCE + SLACK - 0.1)
+    assert read(102, 2.0 * ALLOWANCE + SLACK + 0.1)
+    assert not read(103, 90.0)
+
+
+def test_state_round_trip() -> None:
+    state = RunState(step=3, rows=6, losses=RunningLoss(0.1, 1 / 3, 3))
+    assert RunState.from_json(json.loads(json.dumps(state.as_json()))) == state
+    state.best_loss, state.best_step = 1.25, 2
+    assert RunState.from_json(json.loads(json.dumps(state.as_json()))) == state
+
+
+def test_metric_names() -> None:
+    from segtrain import losses
+
+    assert metric_names(losses.sft) == []
+    assert set(metric_names(losses.orpo())) == ORPO - {"shared_tokens"}
