@@ -26,7 +26,15 @@ CPU_ROWS = {
     "lean": "the same, smaller chunks of loss and MLP",
 }
 ENGINES = {"size-1": "", "lean": "; smaller chunks"}
-SYSTEMS = {"mlx-lm": "mlx-lm, `--grad-checkpoint`", "control": "the same, improved by hand", "segtrain": "segtrain"}
+FLOOR_ROWS = {
+    "mlx-lm": "mlx-lm 0.32.2, `--grad-checkpoint`, bfloat16",
+    "memory": "segtrain, bfloat16, least memory",
+    "speed": "segtrain, bfloat16, fastest",
+    "packed": "segtrain, 4-bit, least memory",
+    "16k": "segtrain, bfloat16, least memory",
+    "shared": "segtrain, ORPO, prompt computed once",
+    "pair": "segtrain, ORPO, two rows",
+}
 
 
 def read(*paths: Path) -> Lines:
@@ -70,28 +78,33 @@ def prefix_table() -> str | None:
     return markdown(head, rows)
 
 
-def floor_label(line: dict[str, Any]) -> str:
-    if "label" in line:
-        return str(line["label"])
-    system = line.get("system", "segtrain")
-    options = [f"`{name}: {line[name]}`" for name in ("segment_size", "keep", "mlp_rows") if line.get(name)]
-    if line.get("full"):
-        options.append("`backward: full`")
-    return ", ".join([SYSTEMS.get(system, system), *options])
+def best(lines: Lines) -> dict[str, Any]:
+    """Of one benchmark job's variants, the fastest where speed is the point, else the one of least memory."""
+    return min(lines, key=lambda line: line["seconds" if line["job"] == "speed" else "above_gib"])
 
 
 def floor_table() -> str | None:
-    """Peak above the model and time of one step on a GPU, by row length and weights."""
-    lines = [line for path in sorted(RESULTS.glob("floor*.jsonl")) for line in read(path) if "T" in line]
-    if not lines:
+    """Peak memory and time of one step on a GPU: the best variant of each job."""
+    path = RESULTS / "floor.jsonl"
+    if not path.exists():
         return None
-    lines.sort(key=lambda line: (line.get("bits", 0), line["T"]))
-    rows = []
-    for line in lines:
-        weights = f"{line['bits']}-bit" if line.get("bits") else str(line.get("dtype", "bfloat16"))
-        result = [f"{line['above_gib']:.1f}", f"{line['seconds']:.2f}"] if "seconds" in line else ["failed", "-"]
-        rows.append([floor_label(line), weights, f"{line['T']:,}", *result])
-    return markdown(["one step, 8B shape", "weights", "tokens", "GiB above the model", "seconds"], rows)
+    jobs: dict[str, Lines] = {}
+    for line in read(path):
+        if "seconds" in line:
+            jobs.setdefault(line["job"], []).append(line)
+    order = sorted(jobs, key=lambda job: (job != "mlx-lm", list(jobs).index(job)))
+    rows = [
+        [
+            FLOOR_ROWS.get(job, jobs[job][0]["title"]),
+            f"{line['T']:,}",
+            f"{line['seconds']:.2f}",
+            f"{line['above_gib']:.1f}",
+            f"{line['peak_gib']:.1f}",
+        ]
+        for job in order
+        for line in [best(jobs[job])]
+    ]
+    return markdown(["one step, one H200", "tokens", "seconds", "GiB above the model", "GiB in all"], rows)
 
 
 TABLES: dict[str, Callable[[], str | None]] = {"cpu": cpu_table, "prefix": prefix_table, "floor": floor_table}

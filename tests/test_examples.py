@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -210,3 +212,78 @@ def test_pre_training_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     log = [json.loads(line) for line in (tmp_path / "out/training.jsonl").read_text().splitlines()]
     assert log[0]["loss"] > 6
     assert log[-1]["loss"] < 0.5 * log[0]["loss"]
+
+
+def run(*arguments: str) -> None:
+    assert module("segtrain.cli").run(arguments) == 0, arguments
+
+
+def events(directory: Path, kind: str) -> list[dict]:
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if line["event"] == kind]
+
+
+@pytest.fixture
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipes' paths start at the repository's root."""
+    monkeypatch.chdir(EXAMPLES.parent)
+
+
+def short(directory: Path, steps: int, rows: int, *changes: str) -> list[str]:
+    """Settings of a run of some seconds; `rows` is for an update and for the evaluation."""
+    settings = [f"train.steps={steps}", f"train.grad_accumulation_steps={rows}", f"eval.rows={rows}", *changes]
+    settings += [f"output.dir={directory}", "output.save_every=0", "output.eval_every=0"]
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+@pytest.mark.usefixtures("at_root")
+def test_quick_start_learns_and_its_adapter_loads(tmp_path: Path) -> None:
+    """Six short updates lower the loss by a third or more; stock mlx-lm then gives other logits than without."""
+    out = tmp_path / "run"
+    run("sft", "configs/demo.yaml", *short(out, 6, 2, "train.warmup_steps=0"))
+    losses = [event["loss"] for event in events(out, "train")]
+    assert len(losses) == 6
+    assert min(losses[3:]) < 0.7 * losses[0]
+    mlx_lm = pytest.importorskip("mlx_lm")
+    tokens = mx.array([demo_tokenizer().encode("What does student mean?")])
+    with_adapter, without = (mlx_lm.load(str(DEMO), adapter_path=path)[0](tokens) for path in (str(out), None))
+    assert not mx.allclose(with_adapter, without, atol=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("at_root")
+def test_preferences_are_learnt(tmp_path: Path) -> None:
+    """The held-out loss after a dozen updates is below that after none to speak of (a rate of 1e-12)."""
+    after = {}
+    for name, rate, steps in (("none", 1e-12, 1), ("some", 2e-3, 12)):
+        changes = (f"train.learning_rate={rate}", "train.warmup_ratio=0.0")
+        run("orpo", "examples/orpo.yaml", *short(tmp_path / name, steps, 4, *changes), "--set", "eval.rows=24")
+        after[name] = events(tmp_path / name, "eval")[-1]
+    assert after["some"]["loss"] < 0.7 * after["none"]["loss"]
+    assert after["some"]["log_odds"] > after["none"]["log_odds"] + 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("at_root")
+def test_long_documents_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "data"
+    monkeypatch.setattr(sys, "argv", ["long_documents", "--out", str(data), "--characters", "1500"])
+    module("long_documents").main()
+    files = [f"data.train={data}/train.jsonl", f"data.valid={data}/valid.jsonl"]
+    run("sft", "examples/long-documents.yaml", *short(tmp_path / "run", 8, 1, *files, "train.learning_rate=2e-3"))
+    steps = events(tmp_path / "run", "train")
+    assert all(step["tokens"] > 300 for step in steps)
+    losses = [step["loss"] for step in steps]
+    assert sum(losses[4:]) < sum(losses[:4])  # every step is another document
+
+
+@pytest.mark.slow
+def test_two_processes_write_one_run(tmp_path: Path) -> None:
+    if shutil.which("mlx.launch") is None:
+        pytest.skip("mlx.launch isn't on the path")
+    out = tmp_path / "run"
+    command = [str(EXAMPLES / "two_processes.sh"), *short(out, 2, 2, "train.warmup_steps=0")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(events(out, "train")) == 2  # one rank writes
+    assert (out / "adapters.safetensors").is_file()

@@ -39,7 +39,7 @@ CONFIG: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
     "rope_theta": 100000.0,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 16384,
     "tie_word_embeddings": True,
     "attention_bias": False,
     "mlp_bias": False,
