@@ -43,7 +43,7 @@ STEPS = 20
 # --- the small model and its data
 
 
-def make_model(path: Path, dtype: str) -> None:
+def make_model(path: Path, dtype: str, small: bool = False) -> None:
     """A random llama; float32 has the same (bf16) weights, so that it is the truth for the other."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -51,9 +51,20 @@ def make_model(path: Path, dtype: str) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    config = dict(model_type="llama", hidden_size=256, num_hidden_layers=4, intermediate_size=768, num_attention_heads=4,
-                  num_key_value_heads=2, rms_norm_eps=1e-5, vocab_size=1024, rope_theta=10000.0,
-                  tie_word_embeddings=False, eos_token_id=1)  # fmt: skip
+    hidden, layers = (32, 2) if small else (256, 4)
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": 3 * hidden,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 1024,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+    }
     mx.random.seed(0)
     model = llama.Model(llama.ModelArgs.from_dict(config))
     weights = {k: v.astype(mx.bfloat16).astype(getattr(mx, dtype)) for k, v in tree_flatten(model.parameters())}
@@ -73,8 +84,10 @@ def make_data(folder: Path, longest: int) -> None:
     def text(least: int, most: int) -> str:
         return " ".join(draw.choices(WORDS, k=draw.randint(least, most)))
 
-    sft = [{"prompt": text(8, 64), "completion": text(16, longest)} for _ in range(64)]
-    orpo = [{"prompt": text(32, longest), "chosen": text(8, 64), "rejected": text(8, 64)} for _ in range(64)]
+    sft = [{"prompt": text(8, 64), "completion": " " + text(16, longest)} for _ in range(64)]
+    orpo = [
+        {"prompt": text(32, longest), "chosen": " " + text(8, 32), "rejected": " " + text(8, 32)} for _ in range(64)
+    ]
     for name, rows in (("sft", sft), ("orpo", orpo)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -123,8 +136,8 @@ def parity(folder: Path, backend: str) -> list[dict]:
     for number, (loss, dtype) in enumerate(cases):
         path = make_recipe(folder, f"one-{loss}-{dtype}", loss, dtype, 2)
         environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": str(number % 2)}
-        ones[loss, dtype] = subprocess.Popen([*CLI, loss, str(path)], env=environment, cwd=ROOT, text=True,
-                                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ones[loss, dtype] = subprocess.Popen([*CLI, loss, str(path)], env=environment, cwd=ROOT, **pipe)
     for case, process in ones.items():
         logs["one", *case] = output_of(process, 150)
     twos = {}
@@ -252,9 +265,9 @@ def work(shape: str, T: int, steps: int) -> None:
     both["base_gib"] = worker.base / 2**30
     alone_by, both_by = worker.by_rank(alone), worker.by_rank(both)
     one, two = 1 / alone_by[0]["update"], 2 / max(b["update"] for b in both_by)
-    report({"part": "scaling", "shape": shape, "T": T, "steps": steps, "rows_per_second_one": one, "rows_per_second_two": two,
-            "factor": two / one, "ok": two / one >= 1.9, "exchange_alone_seconds": min(pure), "one": alone_by[0], "two": both_by},
-           ranks)  # fmt: skip
+    line = {"part": "scaling", "shape": shape, "T": T, "steps": steps, "factor": two / one, "ok": two / one >= 1.9}
+    line |= {"rows_per_second_one": one, "rows_per_second_two": two, "exchange_alone_seconds": min(pure)}
+    report({**line, "one": alone_by[0], "two": both_by}, ranks)
     draw, unit = random.Random(1), max(1, T // 16)
     rows = [unit * draw.choice([1, 1, 2, 3, 4, 8, 16]) for _ in range(16)]
     for order, lengths in (("file order", rows), ("sorted", sorted(rows))):
@@ -264,8 +277,9 @@ def work(shape: str, T: int, steps: int) -> None:
         ranks.barrier()
         timed = worker.by_rank(worker.timed(mine, exchange=True))
         waited = max(0.0, sum(t["exchange"] for t in timed) / 2 - min(pure))
-        report({"part": "unequal", "order": order, "lengths": lengths, "ok": True, "update_seconds": timed[0]["update"],
-                "mean_wait_seconds": waited, "share_waiting": waited / timed[0]["update"], "by_rank": timed}, ranks)  # fmt: skip
+        line = {"part": "unequal", "order": order, "lengths": lengths, "ok": True, "by_rank": timed}
+        line |= {"update_seconds": timed[0]["update"], "mean_wait_seconds": waited}
+        report({**line, "share_waiting": waited / timed[0]["update"]}, ranks)
     ranks.leave()
 
 
@@ -351,7 +365,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.model:
-        make_model(options.model, options.model.name)
+        make_model(options.model, options.model.name, options.small)
         return
     if options.work:
         work(options.work[0], int(options.work[1]), int(options.work[2]))
@@ -362,7 +376,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for dtype in ("float32", "bfloat16"):
-            subprocess.run([sys.executable, __file__, "--model", str(folder / dtype)], env=ENVIRONMENT, check=True)
+            size = ["--small"] if options.small else []
+            command = [sys.executable, __file__, "--model", str(folder / dtype), *size]
+            subprocess.run(command, env=ENVIRONMENT, check=True)
         make_data(folder, 60 if options.small else 400)
         parts = {
             "parity": lambda: parity(folder, backend),

@@ -75,7 +75,11 @@ class Translation:
     def imply(self, path: str, value: Any) -> None:
         """Set `section.key` where nothing has."""
         section, _, key = path.partition(".")
-        self.values.setdefault(section, {}).setdefault(key, value)
+        inner = self.values.get(section)
+        if inner is None:
+            inner = self.values[section] = {}
+        if isinstance(inner, dict):  # what else stands there is reported by the recipe's own check
+            inner.setdefault(key, value)
 
 
 def is_alias(path: Sequence[str]) -> bool:
