@@ -36,7 +36,7 @@ def test_every_choice_is_measured_and_read_back() -> None:
 
 def test_what_no_time_is_left_for_is_said() -> None:
     report = bench.bench(size=bench.SMALLEST, budget=-1)
-    assert [row["note"] for row in report.results] == ["not measured: out of time"] * 3
+    assert [row["note"] for row in report.results] == ["not measured in full: out of time"] * 3
     assert machine.speed(BACKENDS["cpu"]) == DEFAULTS["cpu"]
 
 
