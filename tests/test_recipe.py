@@ -165,7 +165,7 @@ rank: 4
         "engine.segment_size must be auto or a whole number of at least 1, not 0",
         "engine.head_chunk must be auto or",
         "engine.memory_budget is wrong: 'lots' isn't a memory size",
-        "engine.lookahead must be one of auto, 0, 1, not true",
+        "engine.lookahead must be one of auto, 0, 1, 2, not true",
         "orpo.beta must be at least 0, not -1",
         "rank: unknown key; did you mean lora.rank?",
     ]:
