@@ -116,7 +116,7 @@ class _Case:
             best is not None,
             best,
             options,
-            "" if best else self._advice(row, limit),
+            "" if best else self._advice(length, limit),
             [self._own(key, value) for key, value in self.lengths.named.items()],
             notes,
         )
@@ -163,11 +163,11 @@ class _Case:
             "longest": far,
         }
 
-    def _advice(self, row: RowShape, limit: int) -> str:
-        need = self.chooser.leanest(row).peak
+    def _advice(self, length: int, limit: int) -> str:
+        need = self.chooser.leanest(self.row(length)).peak
         far = longest(self._fits(None), limit)
-        text = f"a budget of {_rounded_up(need)} would do"
-        return f"rows of up to {far:,} tokens fit; for these, {text}" if far else text
+        text = f"rows of {length:,} tokens need a budget of {_rounded_up(need)}"
+        return f"rows of up to {far:,} tokens fit; {text}" if far else text
 
     def _own(self, name: str, length: int) -> dict[str, Any]:
         """One of the data set's own lengths, and the fastest plan for it."""
