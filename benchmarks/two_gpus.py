@@ -139,13 +139,13 @@ def parity(folder: Path, backend: str) -> list[dict]:
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         ones[loss, dtype] = subprocess.Popen([*CLI, loss, str(path)], env=environment, cwd=ROOT, **pipe)
     for case, process in ones.items():
-        logs["one", *case] = output_of(process, 150)
+        logs[("one", *case)] = output_of(process, 150)
     twos = {}
     for number, (loss, dtype) in enumerate(cases):
         path = make_recipe(folder, f"two-{loss}-{dtype}", loss, dtype, 1)
         twos[loss, dtype] = launched(backend, 23000 + 10 * number, [*CLI, loss, str(path)])
     for case, process in twos.items():
-        logs["two", *case] = output_of(process, 150)
+        logs[("two", *case)] = output_of(process, 150)
     return [compared(folder, loss, dtype, logs) for loss, dtype in cases]
 
 
