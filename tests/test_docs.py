@@ -217,6 +217,14 @@ def test_picture_tells_the_truth() -> None:
     assert draw["live"]("plain", None, True) == ({0, 1, 2, 3}, 0)
 
 
+def test_contributing_names_what_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"`([\w./]+(?:\.py|/))`", text))
+    assert len(names) >= 8
+    roots = (ROOT, ROOT / "segtrain")
+    assert {name for name in names if not any((root / name).exists() for root in roots)} == set()
+
+
 def test_citation_names_the_licence_file() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["cff-version"] == "1.2.0"
