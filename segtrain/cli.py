@@ -189,8 +189,10 @@ def plan_segments(
         parse_bytes(budget)
     loaded = _load(recipe, set_, "plan-segments") if recipe else None
 
+    from segtrain.memory.backends import set_buffers
     from segtrain.memory.preview import preview
 
+    set_buffers(os.environ)  # as a training run does
     found = preview(loaded, model=model, seq=seq, budget=budget, measure=measure)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
@@ -375,6 +377,9 @@ def _load(recipe: Path | None, changes: list[str] | None, command: str) -> "Reci
 
 
 def _train(loss: Literal["sft", "orpo"], recipe: "Recipe", *, dry_run: bool, **flags: bool) -> int:
+    from segtrain.memory.backends import set_buffers
+
+    set_buffers(os.environ)  # before anything imports mlx
     from segtrain import distributed
     from segtrain.logging_backends import require
     from segtrain.progress import make_progress

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segtrain.memory import rows, shapes
+from segtrain.memory import backends, rows, shapes
 from segtrain.memory.backends import BACKENDS
 from segtrain.memory.choose import Chooser, Settings, longest, sizes
 from segtrain.memory.estimate import Estimator
@@ -116,3 +116,15 @@ def test_sizes_are_powers_of_two_and_all() -> None:
     assert sizes(1) == [1]
     assert sizes(8) == [1, 2, 4, 8]
     assert sizes(36) == [1, 2, 4, 8, 16, 32, 36]
+
+
+def test_small_command_buffers_are_asked_for_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, wanted in (("cuda", backends.CUDA_BUFFERS), ("cpu", {}), ("metal", {})):
+        monkeypatch.setattr(backends, "_here", lambda name=name: backends.BACKENDS[name])
+        environment: dict[str, str] = {}
+        backends.set_buffers(environment)
+        assert environment == wanted
+    monkeypatch.setattr(backends, "_here", lambda: backends.BACKENDS["cuda"])
+    chosen = {"MLX_MAX_OPS_PER_BUFFER": "50"}
+    backends.set_buffers(chosen)
+    assert chosen["MLX_MAX_OPS_PER_BUFFER"] == "50"
