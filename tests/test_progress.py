@@ -397,3 +397,9 @@ def test_bars():
     assert bar(0.5, 4, unicode=False) == "##"
     assert stacked([1, 1, 1], 3, 10) == [3, 4, 3]  # edges at 3.33 and 6.67
     assert stacked([1.0], 0.0, 10) == [0]
+
+
+def test_check_shows_suggestions() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    print_check({"counts": {"rows": 3}, "suggestions": ["max_seq_length 900 would lose nothing"]}, console=console)
+    assert "note  max_seq_length 900 would lose nothing" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """`segtrain check`: what is in the data set, and one row with its supervised tokens marked."""
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ _NEWLINE = "\\n"
 
 
 def print_check(report: object, *, console: Console | None = None) -> None:
-    """Draw a data check: counts, lengths, what was dropped or truncated and why, duplicates, a sample.
+    """Draw a data check: counts, lengths, what was dropped or truncated and why, duplicates, suggestions, a sample.
 
     `report` has histogram, bins of (first, last, rows), or lengths (tokens of each row), from which bins are made.
     """
@@ -32,6 +33,8 @@ def print_check(report: object, *, console: Console | None = None) -> None:
         write(console, *wrapped("percentiles", listed(percentiles), width))
     for name in ("dropped", "truncated", "duplicates", "split_prompts"):
         write(console, *_reasons(name, pick(report, name), width))
+    for text in pick(report, "suggestions", default=()):
+        write(console, *textwrap.wrap(f"note  {clean(text)}", width, subsequent_indent=" " * 6, break_on_hyphens=False))
     sample = pick(report, "sample")
     if sample is not None:
         write(console, "", *sample_lines(sample, width, brackets=not is_live(console)))
