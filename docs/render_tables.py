@@ -107,7 +107,26 @@ def floor_table() -> str | None:
     return markdown(["one step, one H200", "tokens", "seconds", "GiB above the model", "GiB in all"], rows)
 
 
-TABLES: dict[str, Callable[[], str | None]] = {"cpu": cpu_table, "prefix": prefix_table, "floor": floor_table}
+def contexts_table() -> str | None:
+    """The longest row that the planner expects to fit, by model and memory; starred: the model has no more positions."""
+    path = RESULTS / "longest_contexts.jsonl"
+    if not path.exists():
+        return None
+    models: dict[str, dict[int, str]] = {}
+    for line in read(path):
+        tokens = f"{line['tokens']:,}{'*' if line['tokens'] == line['limit'] else ''}" if line["tokens"] else "none"
+        models.setdefault(line["model"], {})[line["budget_gb"]] = tokens
+    budgets = sorted({budget for row in models.values() for budget in row})
+    head = ["4-bit model, tokens", *(f"{budget} GB" for budget in budgets)]
+    return markdown(head, ([name, *(row.get(budget, "-") for budget in budgets)] for name, row in models.items()))
+
+
+TABLES: dict[str, Callable[[], str | None]] = {
+    "cpu": cpu_table,
+    "prefix": prefix_table,
+    "floor": floor_table,
+    "contexts": contexts_table,
+}
 
 
 def rendered(text: str) -> str:
