@@ -206,7 +206,7 @@ class EngineRecipe(Section):
     backward: Literal["auto", "segmented", "full"] = "auto"
     segment_size: AutoFrom1 = "auto"  # layers
     head_chunk: AutoFrom1 = "auto"  # tokens
-    keep_layers: AutoFrom0 = "auto"  # last layers whose activations are kept instead of recomputed
+    keep_layers: AutoFrom0 = "auto"  # last layers whose matrix products are kept instead of recomputed
     lookahead: Annotated[Any, _one_of("auto", 0, 1, 2)] = "auto"  # how far segments run ahead of the awaited one
     dequantize: Annotated[Any, _one_of("auto", True, False)] = "auto"  # work on a dense copy of a segment's weights
     prefix_sharing: bool = True
