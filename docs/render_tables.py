@@ -108,7 +108,7 @@ def floor_table() -> str | None:
 
 
 def contexts_table() -> str | None:
-    """The longest row that the planner expects to fit, by model and memory; starred: the model has no more positions."""
+    """The longest row that the planner expects to fit, by model and memory; a star: all of the model's positions."""
     path = RESULTS / "longest_contexts.jsonl"
     if not path.exists():
         return None
