@@ -1,4 +1,4 @@
-# Needs Python 3.10 or newer and a package index; every target makes .venv by itself where it is missing.
+# Needs Python 3.11 or newer and a package index; every target makes .venv by itself where it is missing.
 #   make quickstart   ends with a trained adapter
 #   make test         ends with the tests passed
 PYTHON ?= python3
@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -e ".[$(EXTRAS)]"
 	@touch $@
@@ -40,7 +40,7 @@ quickstart: setup
 	@dir=$$(mktemp -d)/demo && \
 	$(BIN)/segtrain sft configs/demo.yaml --set output.dir=$$dir && \
 	echo "The adapter is in $$dir. Try it:" && \
-	echo "  $(BIN)/mlx_lm.generate --model examples/demo-model --adapter-path $$dir --prompt 'What does river mean?'"
+	echo "  $(BIN)/mlx_lm.generate --model examples/demo-model --adapter-path $$dir --prompt 'Define teacher.'"
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -314,6 +314,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit code. Errors go to stderr as one paragraph."""
     _Debug.on = False
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch, which nothing here needs
     try:
         return int(_command().main(args=list(arguments), prog_name="segtrain", standalone_mode=False) or DONE)
     except typer.Exit as end:
