@@ -98,7 +98,8 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path, monkeypatch):
     byte_level("chatml").save_pretrained(tmp_path)
     ran = tmp_path / "ran"
     (tmp_path / "code.py").write_text(
-        f"open({str(ran)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizerFast as Mine\n"
+        f"open({str(ran)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizerFast\n"
+        "class Mine(PreTrainedTokenizerFast):\n    pass\n"  # a class of its own: transformers marks it
     )
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config |= {"auto_map": {"AutoTokenizer": [None, "code.Mine"]}, "tokenizer_class": "Mine"}
