@@ -142,6 +142,7 @@ class _Loop:
     def _train(self) -> Generator[Event, None, Literal["done", "interrupted"]]:
         """Update, evaluate and save to the end, or until a stop is asked for."""
         if self.state.step >= self.steps and not self._evaluation_is_due():
+            self.logging = False  # the files stay as the run left them
             yield Notice(
                 f"this run has finished already ({self.steps} steps): nothing to do; train.steps makes it longer"
             )
