@@ -63,6 +63,7 @@ class CheckReport:
     split_prompts: dict[str, Reason]
     sample: Sample | None
     suggestions: list[str]
+    form: str = ""  # what the rows are in, as recognised: chat, completion, ...
 
 
 def check_data(
@@ -170,6 +171,7 @@ class _Checker:
             split_prompts=_reasons("prompts of chosen and rejected differ", train.split_prompts),
             sample=self._shown(self.sample) if self.sample else None,
             suggestions=self._suggestions(train, duplicates, name),
+            form=self.pipeline.forms,
         )
 
     def _cut(self, preference: bool) -> str:

@@ -147,6 +147,11 @@ class Pipeline:
         if not raw.blank:
             self.reader(raw).read(raw)
 
+    @property
+    def forms(self) -> str:
+        """The forms recognised so far, by name."""
+        return ", ".join(sorted({reader.form.label for reader in self.readers.values() if reader.form}))
+
     def reader(self, raw: Raw) -> Reader:
         """The reader of the row's file."""
         name = raw.origin.file

@@ -25,6 +25,8 @@ def print_check(report: object, *, console: Console | None = None) -> None:
     console = console or make_console()
     width = line_width(console)
     write(console, *wrapped("data", listed(pick(report, "counts", default={}) or {}), width))
+    if form := pick(report, "form", default=""):
+        write(console, f"form  {clean(form)}")
     histogram = pick(report, "histogram") or doubling_bins(pick(report, "lengths", default=()))
     if histogram:
         write(console, "", Text("tokens a row", "bold"), *histogram_lines(histogram, unicode_bars(console)))
