@@ -180,4 +180,4 @@ def test_ctrl_c_ends_it_and_leaves_no_process(tmp_path):
 def test_the_recognised_form_is_reported(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "one", "completion": "two"}\n' * 3)
-    assert check_data(recipe(train=str(path)), tokenizer=byte_level("chatml")).form == "completion"
+    assert check_data(recipe(train=str(path)), tokenizer=byte_level("chatml")).form == "prompt/completion"
