@@ -77,7 +77,7 @@ def wait_for_a_random_moment(run: Path, draw: random.Random) -> None:
     [
         ("sft", 3),
         ("orpo", 2),
-        pytest.param("sft", 20, marks=pytest.mark.slow),
+        pytest.param("sft", 15, marks=pytest.mark.slow),
         pytest.param("orpo", 15, marks=pytest.mark.slow),
     ],
 )

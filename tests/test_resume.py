@@ -101,6 +101,7 @@ def test_resume_of_a_finished_run_says_so(folder: Path, whole: dict[str, Any]) -
     assert isinstance(events[-1], RunEnded)
     assert events[-1].reason == "done"
     assert not any(isinstance(event, TrainStep) for event in events)
+    assert tiny_run.result(Path(recipe.output.dir)) == whole["sft"]
 
 
 def test_resume_without_a_checkpoint_starts(folder: Path) -> None:
