@@ -189,8 +189,8 @@ def test_an_orderly_end_is_none() -> None:
 
 
 def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline, "BEAT", 0.1)
-    monkeypatch.setattr(lifeline, "SILENCE", 5.0)
+    monkeypatch.setattr(lifeline, "BEAT", 0.05)
+    monkeypatch.setattr(lifeline, "SILENCE", 1.0)
     silent, ours = socket.socketpair()
     heard: list[str] = []
     Lifeline({3: ours}, heard.append)
@@ -200,10 +200,10 @@ def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_beats_keep_it_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline, "BEAT", 0.1)
-    monkeypatch.setattr(lifeline, "SILENCE", 2.0)
+    monkeypatch.setattr(lifeline, "BEAT", 0.05)
+    monkeypatch.setattr(lifeline, "SILENCE", 0.8)
     pair = Pair()
-    time.sleep(4.0)
+    time.sleep(1.5)
     assert pair.heard == [[], []]
     for end in pair.ends:
         end.leave()
