@@ -22,8 +22,6 @@ import mlx.core as mx
 
 from segtrain.layouts import Span
 
-BYTES_PER_LOGIT = 12
-MIN_CHUNK, MAX_CHUNK = 64, 2048
 PADDED_ROWS = 128
 
 Logits: TypeAlias = Callable[[mx.array], mx.array]
@@ -39,11 +37,6 @@ class SpanScore:
 
     logp: mx.array
     units: list[mx.array]
-
-
-def chunk_rows(vocabulary: int, budget: int = 512 << 20) -> int:
-    """Rows of logits that fit `budget` bytes, within sensible limits."""
-    return max(MIN_CHUNK, min(MAX_CHUNK, budget // (BYTES_PER_LOGIT * vocabulary)))
 
 
 def scorer(logits: Logits, *, gradient: bool) -> Scorer:

@@ -15,6 +15,7 @@ from segtrain.layouts import Layout, padded, pair, shared_prefix, single
 from segtrain.lora import Lora, attach
 from segtrain.memory.plan import Plan
 from segtrain.models.load import Loaded
+from segtrain.models.quantized_check import check_quantized_products
 from segtrain.models.stack import LayerStack, UnsupportedModel
 from segtrain.models.support import shares_prefix
 from segtrain.recipe import Recipe
@@ -58,31 +59,37 @@ class Session:
         return self.shares_prefix and row.rejected_prompt is None and len(row.prompt) >= SHARING_PAYS_FROM
 
     def backward(self, plan: Plan, meter: Meter = no_meter) -> Backward:
-        if plan.backward == "full":
-            return FullBackward(self.stack, self.lora, self.loss, compiled=plan.compiled, meter=meter)
-        return SegmentedBackward(
-            self.stack,
-            self.lora,
-            self.loss,
-            segment_size=plan.segment_size,
-            head_chunk=plan.head_chunk,
-            keep=plan.keep,
-            stride=plan.stride,
-            lookahead=plan.lookahead,
-            compiled=plan.compiled,
-            meter=meter,
-        )
+        return make_backward(plan, self.stack, self.lora, self.loss, meter)
 
     @property
     def _scores_prompt(self) -> bool:
         return self.recipe.orpo.sft_scope == "full"
 
 
+def make_backward(plan: Plan, stack: LayerStack, lora: Lora, loss: losses.Loss, meter: Meter = no_meter) -> Backward:
+    """The backward pass that runs `plan`."""
+    if plan.backward == "full":
+        return FullBackward(stack, lora, loss, compiled=plan.compiled, meter=meter)
+    return SegmentedBackward(
+        stack,
+        lora,
+        loss,
+        segment_size=plan.segment_size,
+        head_chunk=plan.head_chunk,
+        keep=plan.keep,
+        stride=plan.stride,
+        lookahead=plan.lookahead,
+        compiled=plan.compiled,
+        meter=meter,
+    )
+
+
 def open_session(recipe: Recipe, loss: LossName, loaded: Loaded) -> Session:
     """Attach LoRA to a loaded model and capture its layers.
 
-    Raises UserError for what the recipe or the model can't do.
+    Raises UserError for what the recipe or the model can't do, RunFailed where mlx's quantised products are wrong here.
     """
+    check_quantized_products(loaded.model)
     lo_hi = recipe.lora.layer_range(len(loaded.model.layers))
     targets: str | Sequence[str] = recipe.lora.targets
     try:

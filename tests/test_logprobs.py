@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from segtrain.layouts import Span
-from segtrain.logprobs import BYTES_PER_LOGIT, MAX_CHUNK, MIN_CHUNK, chunk_rows, cotangent, log_softmax_at, score
+from segtrain.logprobs import cotangent, log_softmax_at, score
 from segtrain.models.stack import LayerStack
 
 T, M = 11, 7
@@ -143,9 +143,3 @@ def test_bf16_hidden_states_keep_their_dtype_and_reduce_in_float32():
     assert scored.logp.item() == pytest.approx(
         truth(naive, h, span())[0].item(), rel=1e-6
     )  # same logits, so the same sum
-
-
-def test_chunk_rows_follow_from_the_byte_budget():
-    assert chunk_rows(100_000, BYTES_PER_LOGIT * 100_000 * 300) == 300
-    assert chunk_rows(10) == MAX_CHUNK
-    assert chunk_rows(10**9) == MIN_CHUNK

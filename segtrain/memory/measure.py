@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from segtrain import layouts, losses
 from segtrain import lora as lora_module
-from segtrain.engine import Backward, FullBackward, SegmentedBackward
+from segtrain.engine import Backward
 from segtrain.layouts import Layout
 from segtrain.memory.choose import Chooser
 from segtrain.memory.meter import GIB, Meter
@@ -18,6 +18,7 @@ from segtrain.memory.rows import RowShape
 from segtrain.models.load import Loaded, load
 from segtrain.models.stack import LayerStack
 from segtrain.recipe import Recipe
+from segtrain.session import make_backward
 
 WARM_UP = 16  # tokens of the row that compiles kernels and is not measured
 
@@ -80,20 +81,7 @@ def _backward(loaded: Loaded, recipe: Recipe | None, plan: Plan, meter: Meter, *
     stack = LayerStack(loaded.model)
     stack.mlp_rows, stack.dequantize = plan.mlp_rows, plan.dequantize
     loss = losses.orpo(0.1, "full") if preference else losses.sft
-    if plan.backward == "full":
-        return FullBackward(stack, lora, loss, compiled=plan.compiled, meter=meter)
-    return SegmentedBackward(
-        stack,
-        lora,
-        loss,
-        segment_size=plan.segment_size,
-        head_chunk=plan.head_chunk,
-        keep=plan.keep,
-        stride=plan.stride,
-        lookahead=plan.lookahead,
-        compiled=plan.compiled,
-        meter=meter,
-    )
+    return make_backward(plan, stack, lora, loss, meter)
 
 
 def _layout(row: RowShape, vocabulary: int, at_most: int | None = None) -> Layout:
