@@ -25,6 +25,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import plan_accuracy_gpu
+
 MIB = 2**20
 OUT = Path(__file__).parent / "results" / "plan_accuracy.jsonl"
 COMMON = {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_theta": 10000.0}
@@ -310,16 +312,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="words that a case must hold, such as llama or 4bit")
     parser.add_argument("--tuning", action="store_true", help="the other settings, instead of the main set")
-    parser.add_argument("--compare", action="store_true", help="measure nothing")
+    parser.add_argument("--compare", type=Path, nargs="?", const=OUT, help="measure nothing; --out's file, or another")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--set", choices=["cpu", "gpu"], default="cpu", help="gpu: see plan_accuracy_gpu.py")
+    parser.add_argument("--shape", choices=list(plan_accuracy_gpu.SHAPES), default="8b", help="of the GPU set")
+    parser.add_argument("--minutes", type=float, default=4.0, help="of the GPU set")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(measure(json.loads(args.child))))
         return
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    if args.compare:
-        compare(args.out)
+    if args.set == "gpu" and args.compare:
+        plan_accuracy_gpu.compare(args.compare)
+    elif args.set == "gpu":
+        plan_accuracy_gpu.measure(args.shape, args.minutes, args.out, environment())
+    elif args.compare:
+        compare(args.compare)
     else:
         done = {case_key(line) for line in read(args.out)}
         for case in sorted(tuning_cases() if args.tuning else cases(), key=expense):

@@ -117,10 +117,14 @@ def test_nothing_fits_is_refused_with_lengths_and_budgets_that_would_do() -> Non
         mine.backward(tiny.row(1950))
 
 
-def test_limits_follow_from_the_budget() -> None:
-    chosen(planner(memory_budget="300MB"), {"longest": 100})
-    assert mx.set_memory_limit(1 << 40) == 300 * 10**6
+def test_limits_follow_from_the_plan() -> None:
+    mine = planner(memory_budget="300MB")
+    plan = chosen(mine, {"longest": 1000})
+    assert abs(mx.set_memory_limit(1 << 40) - plan["peak_gib"] * 2**30) < 2**20
     assert 300 * 10**6 / 16 <= mx.set_cache_limit(1 << 40) < 300 * 10**6
+    mine.backward(tiny.row(100))
+    short = mx.set_memory_limit(1 << 40)
+    assert short == mine.plan_for(tiny.row(100)).peak_bytes < plan["peak_gib"] * 2**30
 
 
 def test_a_step_is_reported_once_and_again_at_a_longer_row() -> None:

@@ -106,19 +106,30 @@ class Planner:
             self.prompt_share = min(0.99, counts["prompt_tokens"] / max(1, counts["tokens"]))
         option = self._option(self._row(max(2, length)), strict=True)
         self.plan = option.plan
-        set_limits(self.budget, max(self.budget - option.peak, self.budget // 16))
+        self._hold(option.plan)
         yield PlanChosen({**option.plan.as_json(), "budget_gib": round(self.budget / GIB, 4), "row_tokens": length})
         yield from self._drain()
 
     def backward(self, layout: Layout) -> Backward:
         """How to run this row. Raises RunFailed where no plan for it fits the budget."""
+        plan = self.plan_for(layout)
+        self._hold(plan)
         row = rows.of_layout(layout)
-        plan = self._option(_bucketed(row), strict=True, exact=row).plan
         self.watch.note(self.chooser.estimator.peak(row, plan).bytes, max(row.streams))
         self.session.stack.mlp_rows, self.session.stack.dequantize = plan.mlp_rows, plan.dequantize
         if plan not in self._backwards:
             self._backwards[plan] = self.session.backward(plan, self.meter)
         return self._backwards[plan]
+
+    def plan_for(self, layout: Layout) -> Plan:
+        """The plan of this row. Raises RunFailed where none fits the budget."""
+        row = rows.of_layout(layout)
+        return self._option(_bucketed(row), strict=True, exact=row).plan
+
+    def _hold(self, plan: Plan) -> None:
+        """Over its predicted peak, a plan's allocations wait for running work: evaluation runs ahead no further."""
+        peak = plan.peak_bytes or self.budget
+        set_limits(min(self.budget, peak), max(self.budget - peak, self.budget // 16))
 
     def after_step(self, step: int, meter: Reads) -> Iterator[Event]:
         memory = meter.memory()
