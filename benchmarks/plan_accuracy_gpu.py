@@ -3,8 +3,8 @@
     python benchmarks/plan_accuracy.py --set gpu --minutes 4 --out gpu.jsonl
     python benchmarks/plan_accuracy.py --set gpu --compare gpu.jsonl
 
-The model has Llama-8B's shape and random weights (LoRA rank 8 on all linear layers, AdamW), in bfloat16 and in 4 bits, a
-process each. A setting is a row, what its recipe fixes, and a memory budget; `Planner` chooses the plan and sets the
+The model has Llama-8B's shape and random weights (LoRA rank 8 on all linear layers, AdamW), in bfloat16 and in 4 bits,
+a process each. A setting is a row, what its recipe fixes, and a memory budget; `Planner` chooses the plan and sets the
 allocator's limits, `Updates` makes the step. Budgets count what is above model and adapter: `lean` is 1.1 times what
 the leanest plan is said to need, `room` 3 times, `rich` what the device recommends. Two steps each: the first compiles
 kernels, `peak` is of the second. Results are written line by line, the most important settings first.
@@ -270,7 +270,8 @@ def measure(shape: str, minutes: float, out: Path, head: dict[str, Any]) -> None
 
 def _collect(child: "subprocess.Popen[str]", end: float, file: TextIO) -> None:
     """Tell a child to begin once it is ready, no setting after `end`, and keep what it prints."""
-    assert child.stdin and child.stdout
+    assert child.stdin
+    assert child.stdout
     child.stdin.write(f"{end}\n")
     child.stdin.flush()
     for text in child.stdout:
