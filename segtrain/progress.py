@@ -94,6 +94,7 @@ class _Run:
     step_seconds: float = 0.0
     first_loss: float | None = None
     last: TrainStep | None = None
+    before: Evaluated | None = None  # the evaluation ahead of the first update
     best: Evaluated | None = None
     _average: float = 0.0
     _weight: float = 0.0
@@ -108,6 +109,8 @@ class _Run:
             case PlanChosen():
                 peak = event.plan.get("peak_gib")
                 self.predicted_gib = float(peak) if isinstance(peak, (int, float)) else None
+            case Evaluated() if event.step == 0:
+                self.before, self.started = event, self.clock()  # the pace is that of what follows
             case Evaluated() if event.best:
                 self.best = event
             case TrainStep():
@@ -267,7 +270,8 @@ def _evaluated(event: Evaluated) -> Text:
     text = (
         f"eval step {event.step}: loss {event.loss:.4f}{extra}  over {event.rows:,} rows in {duration(event.seconds)}"
     )
-    return Text(text + ("  (best so far)" if event.best else ""), "green" if event.best else "")
+    remark = "  (best so far)" if event.best else "" if event.step else "  (before training)"
+    return Text(text + remark, "green" if event.best else "")
 
 
 def _sampled(event: Sampled, width: int) -> list[Text]:
@@ -286,13 +290,18 @@ def _ended(event: RunEnded, run: _Run, width: int) -> list[Text]:
         predicted = "" if run.predicted_gib is None else f" (predicted {gib(run.predicted_gib)})"
         pieces.append(f"peak {gib(run.peak_gib)}{predicted}")
     if run.best is not None:
-        pieces.append(f"best eval loss {run.best.loss:.4f} at step {run.best.step}")
+        before = "" if run.before is None else f" ({run.before.loss:.4f} before training)"
+        pieces.append(f"best eval loss {run.best.loss:.4f} at step {run.best.step}{before}")
     done = event.reason == "done"
     lines = wrapped(event.reason, [*pieces, *listed(event.summary)], width)
     if event.step:
         lines += wrapped("adapter", [clean(event.adapter)], width)
     if not done:
-        lines.append("the checkpoint is complete; the same command with --resume goes on from it")
+        lines.append(
+            "the checkpoint is complete; the same command with --resume goes on from it"
+            if event.step
+            else "there was nothing to save yet; the same command with --resume starts the run"
+        )
     return _styled(lines, "bold green" if done else "bold yellow", len(event.reason))
 
 

@@ -272,6 +272,7 @@ class TrainRecipe(Section):
 class EvalRecipe(Section):
     """What each evaluation (`output.eval_every`) does: the loss over the same rows, and generations for `prompts`."""
 
+    at_start: bool = True  # also before the first update: what the model does without the adapter
     rows: Annotated[Any, BeforeValidator(lambda value: _all_or_rows(value))] = "all"
     prompts: Texts = ()
     max_tokens: int = Field(default=100, ge=1)

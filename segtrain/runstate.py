@@ -35,7 +35,7 @@ class RunState:
 
     step: int = 0
     rows: int = 0
-    evaluated: int = 0  # the last step that was evaluated
+    evaluated: int = -1  # the last step that was evaluated; 0: before the first update
     best_loss: float = math.inf
     best_step: int | None = None
     bad_steps: int = 0

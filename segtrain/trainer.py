@@ -19,7 +19,7 @@ from segtrain.events import DataRead, Event, Notice, RunEnded, RunStarted, Train
 from segtrain.guards import Growth, check_update
 from segtrain.keeper import Keeper
 from segtrain.memory.meter import Meter
-from segtrain.memory.planning import Planner
+from segtrain.memory.planning import Planner, Watch
 from segtrain.models.load import load
 from segtrain.models.support import is_proven
 from segtrain.optim import Optimizer
@@ -193,6 +193,7 @@ class _Loop:
         stopped = stopped or self._stops_alone()
         if self.validation and self._evaluation_is_due() and not stopped:
             event = self.validation(self.state, self._stop_requested)
+            self.planner.watch = Watch(longest=self.planner.watch.longest)  # these rows had no backward to predict
             stopped = event is None
             if event is not None:
                 best = event.best
@@ -210,9 +211,11 @@ class _Loop:
         return self.ranks.size == 1 and self.stop.requested
 
     def _evaluation_is_due(self) -> bool:
-        step = self.state.step
-        due = step == self.steps or _is_due(step, self.recipe.output.eval_every)
-        return self.validation is not None and 0 < step != self.state.evaluated and due
+        step, every = self.state.step, self.recipe.output.eval_every
+        due = step == self.steps or _is_due(step, every)
+        if step == 0:
+            due = every > 0 and self.recipe.eval.at_start
+        return self.validation is not None and step != self.state.evaluated and due
 
     def _samples(self) -> Iterator[Event]:
         if self.run and self.recipe.eval.prompts:

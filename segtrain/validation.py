@@ -29,7 +29,7 @@ class Validation:
         if totals.stop:
             return None
         loss = totals.mean_loss
-        best = loss < state.best_loss
+        best = state.step > 0 and loss < state.best_loss  # before the first update there is no adapter to keep
         if best:
             state.best_loss, state.best_step = loss, state.step
         state.evaluated = state.step

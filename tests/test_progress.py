@@ -125,6 +125,22 @@ def test_plain_lines_say_what_the_events_say():
         assert words in text, words
 
 
+def test_the_evaluation_before_training_is_shown_beside_the_best():
+    before = Evaluated(0, 3.25, 50, 3.0, False)
+    ended = RunEnded("done", 10, 70.0, Path("runs/my-run/adapters.safetensors"))
+    text = rendered([started(), before, step(10), Evaluated(10, 1.5, 50, 3.0, True), ended])
+    assert "eval step 0: loss 3.2500  over 50 rows in 3.0 s  (before training)" in text
+    assert "best eval loss 1.5000 at step 10 (3.2500 before training)" in text
+
+
+def test_a_run_that_stopped_before_its_first_step_claims_no_checkpoint():
+    stopped = RunEnded("interrupted", 0, 7.0, Path("runs/my-run/adapters.safetensors"))
+    text = rendered([started(), stopped])
+    assert "nothing to save yet" in text
+    assert "checkpoint is complete" not in text
+    assert "checkpoint is complete" in rendered([started(), step(1), RunEnded("interrupted", 1, 7.0, stopped.adapter)])
+
+
 def test_every_reports_means_over_supervised_tokens_and_the_rest_at_the_end():
     steps = [step(1, loss=1.0, supervised=30), step(2, loss=2.0, supervised=10), step(3, loss=7.0)]
     text = rendered([started(3), *steps], every=2)

@@ -104,6 +104,15 @@ def traces(page, name):
     return [trace for figure in page.figures.values() for trace in figure["data"] if trace.get("name") == name]
 
 
+def test_the_evaluation_before_training_is_no_best_one(run):
+    assert "evaluation before training" not in Page(write_report(run)).words
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"event": "eval", "step": 0, "loss": 0.05, "rows": 5}) + "\n")
+    words = Page(write_report(run)).words
+    assert "0.0500 evaluation before training" in words
+    assert "0.1000 best evaluation" in words
+
+
 def test_the_page_needs_nothing_from_outside(run):
     page = Page(write_report(run))
     assert not {"link", "img", "iframe", "object", "base"} & set(page.tags)

@@ -81,6 +81,14 @@ def test_stopped_between_evaluation_and_save(folder: Path, whole: dict[str, Any]
     assert tiny_run.result(Path(recipe.output.dir)) == whole["sft"]
 
 
+def test_stopped_right_after_the_evaluation_before_training(folder: Path, whole: dict[str, Any]) -> None:
+    recipe, loss = recipe_of(folder, "sft", "at the start")
+    assert [event.step for event in train(recipe, loss, 0, Evaluated) if isinstance(event, Evaluated)] == [0]
+    train(recipe, loss, resume=True)
+    assert tiny_run.result(Path(recipe.output.dir)) == whole["sft"]
+    assert [line["step"] for line in whole["sft"][1] if line["event"] == "eval"] == [0, 3, 6]
+
+
 def test_the_comparison_notices_a_lost_place(
     folder: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def whole(folder: Path) -> object:
 def recipe_file(folder: Path, name: str) -> Path:
     (folder / name).mkdir()
     values = {"output__dir": str(folder / name / "run"), "output__eval_every": 2, "output__save_every": 4}
+    values["eval__at_start"] = False
     path = tiny_run.recipe_file(folder, data__valid=str(folder / "sft-valid.jsonl"), **values)
     return path.rename(folder / name / "recipe.yaml")
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_files_are_those_of_the_contract(folder: Path, loss: str) -> None:
     )
     lines = tiny_run.lines(out, readings=True)
     assert [line["event"] for line in lines if line["event"] != "notice"] == (
-        ["data", "plan", *["train"] * 3, "eval", *["train"] * 3, "eval"]
+        ["data", "plan", "eval", *["train"] * 3, "eval", *["train"] * 3, "eval"]
     )
     for line in lines:
         if line["event"] == "train":
@@ -79,25 +80,62 @@ def test_the_adapter_loads_in_mlx_lm(folder: Path) -> None:
     assert mx.abs(plain(tokens) - tuned(tokens)).max().item() > 1e-3
 
 
-def test_loss_is_the_mean_over_tokens_of_all_rows(folder: Path) -> None:
-    """12 rows of unequal length in one update, against mlx-lm's model applied here: not a mean of means."""
-    changes = {"train__steps": 1, "train__grad_accumulation_steps": 12}
-    events, _ = run(folder, "mean", **changes)
+def losses_of(folder: Path, part: str) -> list[list[float]]:
+    """The loss of each supervised token, by row, by mlx-lm's model applied here."""
     loaded = load(str(folder / "model"))
-    rows = [json.loads(line) for line in (folder / "sft-train.jsonl").read_text().splitlines()]
-    losses, means = [], []
+    rows = [json.loads(line) for line in (folder / f"sft-{part}.jsonl").read_text().splitlines()]
+    losses = []
     for row in rows:
         prompt = loaded.tokenizer.encode(row["prompt"])
         answer = [*loaded.tokenizer.encode(row["completion"], add_special_tokens=False), 1]
         logits = np.array(loaded.model(mx.array([[*prompt, *answer]]))[0].astype(mx.float32), np.float64)
         logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        own = [-logp[len(prompt) - 1 + k, token] for k, token in enumerate(answer)]
-        losses += own
-        means.append(np.mean(own))
+        losses.append([-logp[len(prompt) - 1 + k, token] for k, token in enumerate(answer)])
+    return losses
+
+
+def test_loss_is_the_mean_over_tokens_of_all_rows(folder: Path) -> None:
+    """12 rows of unequal length in one update: not a mean of means."""
+    changes = {"train__steps": 1, "train__grad_accumulation_steps": 12}
+    events, _ = run(folder, "mean", **changes)
+    by_row = losses_of(folder, "train")
+    losses = np.concatenate(by_row)
     (step,) = of(events, TrainStep)
     assert step.supervised_tokens == len(losses)
     assert step.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    means = [np.mean(own) for own in by_row]
     assert abs(np.mean(means) / np.mean(losses) - 1) > 1e-4  # the control: here the two do differ
+
+
+def test_the_model_is_evaluated_before_it_is_trained(folder: Path) -> None:
+    """The loss of the model without the adapter, which then is no candidate for the best: nothing of it is kept."""
+    changes = {"train__learning_rate": 5.0, "train__optimizer": "sgd", "train__max_grad_norm": 0.0}
+    valid = str(folder / "sft-valid.jsonl")
+    events, out = run(folder, "before", data__valid=valid, output__eval_every=2, train__steps=2, **changes)
+    before, after = of(events, Evaluated)
+    assert events.index(before) < events.index(of(events, TrainStep)[0])
+    assert (before.step, before.best) == (0, False)
+    assert before.loss == pytest.approx(np.mean(np.concatenate(losses_of(folder, "valid"))), rel=1e-5)
+    assert after.loss > before.loss  # with such a rate it only got worse
+    assert best(out) == checkpoint.directory(out, 2)
+    assert checkpoint.steps(out) == [2]
+
+
+@pytest.mark.parametrize("changes", [{"eval__at_start": False}, {"output__eval_every": 0}])
+def test_evaluation_before_training_can_be_left_out(folder: Path, changes: dict[str, Any]) -> None:
+    options = {"data__valid": str(folder / "sft-valid.jsonl"), "output__eval_every": 3, "train__steps": 3, **changes}
+    events, _ = run(folder, f"not before {changes}", **options)
+    assert [event.step for event in of(events, Evaluated)] == [3]
+
+
+def test_evaluated_rows_are_no_part_of_a_steps_prediction(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer validation rows: what is said of the first step's memory is about the row that it trained on."""
+    long = tiny_run.text(random.Random(0), 50, 50)
+    (folder / "long-valid.jsonl").write_text(json.dumps({"prompt": "w1", "completion": long}) + "\n")
+    changes = {"output__eval_every": 5, "train__steps": 1, "data__valid": str(folder / "long-valid.jsonl")}
+    events, _ = run(folder, "watched", **changes)
+    (notice,) = [event.text for event in of(events, Notice) if event.text.startswith("memory at")]
+    assert f"memory at {of(events, TrainStep)[0].tokens} tokens" in notice
 
 
 def test_an_sgd_update_is_the_gradient_times_the_rate(folder: Path) -> None:
@@ -113,7 +151,7 @@ def test_evaluation_takes_the_same_rows_each_time(folder: Path) -> None:
     changes = {"train__learning_rate": 1e-12, "output__eval_every": 1, "eval__rows": 3}
     events, _ = run(folder, "same rows", data__valid=str(folder / "sft-valid.jsonl"), **changes)
     losses = {event.loss for event in of(events, Evaluated)}
-    assert len(of(events, Evaluated)) == 6
+    assert [event.step for event in of(events, Evaluated)] == list(range(7))
     assert max(losses) == pytest.approx(min(losses), rel=1e-6)
     assert {event.rows for event in of(events, Evaluated)} == {3}
 
@@ -222,9 +260,8 @@ def test_out_of_memory_names_the_row(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_prompts_are_sampled(folder: Path) -> None:
     changes = {"eval__prompts": ["w1 w2"], "eval__max_tokens": 4, "output__eval_every": 2, "train__steps": 2}
     _, out = run(folder, "samples", data__valid=str(folder / "sft-valid.jsonl"), **changes)
-    (sample,) = tiny_run.lines(out, "samples.jsonl")
-    assert sample["step"] == 2
-    assert sample["prompt"] == "w1 w2"
+    samples = tiny_run.lines(out, "samples.jsonl")
+    assert [(sample["step"], sample["prompt"]) for sample in samples] == [(0, "w1 w2"), (2, "w1 w2")]
 
 
 def test_spikes() -> None:

@@ -103,10 +103,12 @@ def _state(run: RunFiles) -> str:
 def _tiles(run: RunFiles) -> str:
     losses = [loss for loss in smoothed(column(run.train, "loss")) if loss is not None]
     tokens, seconds = _total(run.train, "tokens"), _total(run.train, "step_seconds")
-    evals = [loss for loss in column(run.evals, "loss") if loss is not None]
+    before = next(iter(column(run.at_start, "loss")), None)
+    evals = [loss for loss in column(run.evals[len(run.at_start) :], "loss") if loss is not None]
     peak = largest(run.train, "peak_gib")
     tiles = {
         "loss, smoothed": f"{losses[-1]:.4f}" if losses else None,
+        **({} if before is None else {"evaluation before training": f"{before:.4f}"}),
         "best evaluation": f"{min(evals):.4f}" if evals else None,
         "tokens trained": count(tokens) if tokens else None,
         "tokens a second": f"{tokens / seconds:,.0f}" if tokens and seconds else None,

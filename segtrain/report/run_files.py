@@ -33,6 +33,11 @@ class RunFiles:
     problems: list[str] = field(default_factory=list)
 
     @property
+    def at_start(self) -> list[Record]:
+        """The evaluation before the first update, where there was one: an empty list or one record."""
+        return [record for record in self.evals[:1] if record.get("step") == 0]
+
+    @property
     def settings(self) -> Record:
         """The recipe as a mapping; empty where it can't be read."""
         try:
