@@ -149,12 +149,20 @@ class _Reader:
                 case "float":
                     return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
                 case "str":
-                    return text
+                    return _paired(text)
+        except UnicodeDecodeError:
+            where = f"{self.source}{_line(node.start_mark)}"
+            raise UserError(f"{where}: {text[:40]!r} has half of a surrogate pair, which is no character") from None
         except ValueError:
             pass
         else:
             raise UserError(f"{self.source}{_line(node.start_mark)}: the tag {node.tag} has no meaning in a recipe")
         raise UserError(f"{self.source}{_line(node.start_mark)}: {text[:40]!r} isn't a usable number")
+
+
+def _paired(text: str) -> str:
+    """JSON writes a character beyond 16 bits as two escapes, which YAML reads as two. Raises UnicodeDecodeError."""
+    return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
 
 
 def _text(path: Path) -> str:

@@ -35,6 +35,7 @@ def hub(monkeypatch, tmp_path):
         files = {split: str(tmp_path / f"{split}.jsonl") for split in ("train", "validation")}
         return real("json", data_files=files, streaming=streaming, cache_dir=str(tmp_path / "cache"))
 
+    monkeypatch.setattr("segtrain.hub._unreachable", lambda: "")
     monkeypatch.setattr(datasets, "load_dataset", load)
     return calls
 

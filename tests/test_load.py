@@ -73,6 +73,7 @@ def test_a_hub_id_that_can_not_be_had(monkeypatch: pytest.MonkeyPatch, failure: 
     def download(*args: object, **options: object) -> str:
         raise failure
 
+    monkeypatch.setattr("segtrain.hub._unreachable", lambda: "")
     monkeypatch.setattr(module, "snapshot_download", download)
     refused("owner/model", message)
 

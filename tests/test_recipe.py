@@ -1,5 +1,6 @@
 """Recipes: YAML, `--set`, every error at once, mlx-lm's keys, fingerprint and dump."""
 
+import json
 import math
 import string
 import tempfile
@@ -116,6 +117,8 @@ def test_yaml_itself_is_left_alone(tmp_path: Path) -> None:
         (b"model: " + b"[" * 3000, "nested too deeply"),
         (b"a: &a [&b [*a]]", "nested too deeply"),
         (b"model: " + b"9" * 5000, "isn't a usable number"),
+        (rb'model: "\ud83d"', "line 1: '\\ud83d' has half of a surrogate pair"),
+        (rb'"\ude00\ud83d": 1', "half of a surrogate pair"),
     ],
 )
 def test_files_that_are_no_recipe(tmp_path: Path, text: bytes, message: str) -> None:
@@ -133,6 +136,13 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         load_recipe(tmp_path / "none.yaml")
     with pytest.raises(UserError, match="can't be read"):
         load_recipe(tmp_path)
+
+
+def test_json_escapes_of_one_character_are_one(tmp_path: Path) -> None:
+    """The recipe is written by a JSON library that escapes what isn't ASCII."""
+    values = {"model": "📦", "data": {"train": "é.jsonl"}, "output": {"dir": "runs/😀"}}
+    recipe = load(tmp_path, json.dumps(values))
+    assert (recipe.model, recipe.output.dir) == ("📦", "runs/😀")
 
 
 def test_byte_order_mark_and_crlf(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -152,16 +153,39 @@ def saved(path: Path, split: str | None) -> tuple[Any, str]:
 
 def hub(name: str, subset: str | None, split: str | None, streaming: bool) -> tuple[Any, str]:
     """A data set of the hub, or a stream of it, and how to call it. Raises UserError."""
+    from segtrain.hub import hub as connection
+
+    with connection() as unreachable, _datasets_offline(bool(unreachable)):
+        return _split(_loaded(name, subset, streaming, unreachable), split, name)
+
+
+def _loaded(name: str, subset: str | None, streaming: bool, unreachable: str) -> Any:
     import datasets
 
+    from segtrain.hub import advice
+
     try:
-        found = datasets.load_dataset(name, subset, streaming=streaming)
+        return datasets.load_dataset(name, subset, streaming=streaming)
     except (OSError, ValueError, RuntimeError) as error:
+        if unreachable:
+            raise UserError(f"{name}: no such file or directory, {advice(name, unreachable)}") from None
         config = f" with subset {subset}" if subset else ""
         raise UserError(
             f"{name}: no such file or directory, and no hub data set{config} could be loaded: {_first_line(error)}"
         ) from None
-    return _split(found, split, name)
+
+
+@contextmanager
+def _datasets_offline(offline: bool) -> Iterator[None]:
+    """`datasets` has a setting of its own beside the hub library's, read at its import."""
+    from datasets import config
+
+    before = config.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = before or offline
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
 
 
 def _split(found: Any, split: str | None, name: str) -> tuple[Any, str]:

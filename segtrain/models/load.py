@@ -16,6 +16,7 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, Repository
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_config, load_model, load_tokenizer
 
 from segtrain.errors import UserError
+from segtrain.hub import advice, hub
 from segtrain.models.support import refuse
 
 WEIGHTS = "model*.safetensors"
@@ -72,6 +73,11 @@ def _local(name: str, patterns: Sequence[str]) -> Path:
         return path
     if path.exists():
         raise UserError(f"model: {name} is a file; give the directory that holds config.json and the weights")
+    with hub() as unreachable:
+        return _snapshot(name, patterns, unreachable)
+
+
+def _snapshot(name: str, patterns: Sequence[str], unreachable: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except HFValidationError as error:
@@ -83,6 +89,8 @@ def _local(name: str, patterns: Sequence[str]) -> Path:
     except RepositoryNotFoundError as error:
         raise UserError(f"model: there is no directory {name}, and the hub has no such model") from error
     except Exception as error:  # no network, a proxy, a timeout: the hub client's errors have no common base
+        if unreachable:
+            raise UserError(f"model: there is no directory {name}, {advice(name, unreachable)}") from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"model: there is no directory {name}, and it could not be fetched from the hub ({reason})"
