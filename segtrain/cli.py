@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,23 +18,24 @@ from typer.core import TyperGroup
 
 from segtrain import __version__
 from segtrain.errors import RunFailed, UserError
+from segtrain.signals import INTERRUPTED, StopRequest, leave_with
 
 if TYPE_CHECKING:
     from segtrain.events import Event
     from segtrain.recipe import Recipe
 
 TRAINING = ("sft", "orpo")
-DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, MISUSED = 0, 1, 2
 FIRST_RUN = "no recipe given; `segtrain init` writes one to start from, then: segtrain {command} recipe.yaml"
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, whether typer ships its own copy or not
 
 
-class Loss(str, Enum):
+class Loss(StrEnum):
     sft = "sft"
     orpo = "orpo"
 
 
-class AdapterFormat(str, Enum):
+class AdapterFormat(StrEnum):
     peft = "peft"
     mlx = "mlx"
 
@@ -308,13 +309,20 @@ def bench(debug: Debug = False) -> int:
 
 def main() -> None:
     """The console entry: runs the command and exits with its code."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    leave_with(code)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit code. Errors go to stderr as one paragraph."""
     _Debug.on = False
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch, which nothing here needs
+    with StopRequest() as stop:
+        return _run(arguments, stop)
+
+
+def _run(arguments: Sequence[str], stop: StopRequest) -> int:
     try:
         return int(_command().main(args=list(arguments), prog_name="segtrain", standalone_mode=False) or DONE)
     except typer.Exit as end:
@@ -325,6 +333,8 @@ def run(arguments: Sequence[str]) -> int:
     except (Interrupted, KeyboardInterrupt, typer.Abort):
         return _failed(INTERRUPTED, "interrupted")
     except Exception as error:
+        if stop.interrupted:  # an import or a library made another error of it
+            return _failed(INTERRUPTED, "interrupted")
         return _failed(*_explained(error))
 
 

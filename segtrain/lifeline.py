@@ -6,7 +6,6 @@ by its silence. Who leaves in order says so first. On a loss a message goes to s
 by itself a little later (its exchange may fail too, and says more), it ends with code 1.
 """
 
-import os
 import secrets
 import select
 import socket
@@ -14,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+
+from segtrain.signals import leave, say
 
 BEAT = 2.0  # seconds between signs of life
 SILENCE = 25.0  # seconds without one after which a rank counts as lost
@@ -28,10 +29,9 @@ OnLoss = Callable[[str], None]
 
 def end_process(text: str) -> None:
     """Say why, wait a moment for the process to end by itself, then end it. What is saved is whole at any moment."""
-    with suppress(OSError):
-        os.write(2, f"segtrain: {text}; go on with --resume\n".encode())
+    say(f"segtrain: {text}; go on with --resume")
     time.sleep(GRACE)
-    os._exit(FAILED)
+    leave(FAILED)
 
 
 class Lifeline:
