@@ -318,7 +318,8 @@ def test_rwkv_7_by_steps_is_mlx_lms_recurrence():
     assert mx.allclose(end, state)
 
 
-HALF = ["llama", "gemma3_text", "gemma4_text", "granite", "lfm2", "qwen3_5", "gpt_oss", "qwen3_moe", "deepseek_v3"]
+QUICK = {"llama", "gemma3_text", "gemma4_text", "granite", "lfm2", "gpt_oss", "qwen3_moe", "deepseek_v3"}
+HALF = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in tiny_configs.CONFIGS]
 
 
 def cast(model: nn.Module, dtype: mx.Dtype) -> None:
@@ -333,7 +334,7 @@ def groups_fit(_: str, module: nn.Module) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "qwen3_5" else ()) for n in HALF])
+@pytest.mark.parametrize("name", HALF)
 @pytest.mark.parametrize("bits", [0, 4])
 def test_in_low_precision_no_further_from_the_truth_than_mlx_lm(name: str, bits: int):
     """The truth is the same (rounded, quantised) weights in float32; the reference is mlx-lm's own pass in bf16.
