@@ -10,13 +10,16 @@ comma := ,
 EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: setup test nightly lint build quickstart clean
+LOCK := requirements-dev.lock
+
+.PHONY: setup test nightly optional lint build lock quickstart clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r $(LOCK)
 	$(BIN)/python -m pip install --quiet -e ".[$(EXTRAS)]"
 	@touch $@
 
@@ -26,15 +29,26 @@ test: setup
 nightly: setup
 	$(BIN)/python -m pytest -n 2
 
+# Needs torch, which is large, and for the screenshot a Chromium on the path.
+optional: setup
+	$(BIN)/python -m pip install --quiet -e ".[dev-optional]"
+	$(BIN)/python -m pytest tests/test_peft.py tests/test_report.py
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 build: setup
-	$(BIN)/python -m pip install --quiet build
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
+
+# The newest releases that pyproject.toml allows, for every Python and system at once.
+lock:
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/python -m pip install --quiet uv
+	$(VENV)-lock/bin/uv pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 --extra dev \
+		--generate-hashes --no-emit-index-url --custom-compile-command "make lock" --output-file $(LOCK)
 
 quickstart: setup
 	@dir=$$(mktemp -d)/demo && \
@@ -43,4 +57,4 @@ quickstart: setup
 	echo "  $(BIN)/mlx_lm.generate --model examples/demo-model --adapter-path $$dir --prompt 'Define teacher.'"
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lock dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,7 +25,7 @@ def make_loggers(names: Sequence[str], run_dir: Path, project: str) -> list[Logg
     if unknown:
         raise UserError(f"output.report_to: unknown tracker {unknown[0]!r}; choose from {', '.join(_BACKENDS)}")
     modules = {name: _imported(name) for name in names}
-    return [_BACKENDS[name][2](module, Path(run_dir), project) for name, module in modules.items()]
+    return [_BACKENDS[name][1](module, Path(run_dir), project) for name, module in modules.items()]
 
 
 def require(names: Sequence[str]) -> None:
@@ -44,12 +44,12 @@ def figures(event: Event) -> tuple[int, dict[str, float]] | None:
 
 
 def _imported(name: str) -> ModuleType:
-    module, package, _ = _BACKENDS[name]
+    module, _ = _BACKENDS[name]
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(
-            f"output.report_to names {name}, but its package can't be imported ({error}): pip install {package}"
+            f"output.report_to names {name}, but its package can't be imported ({error}): {_INSTALL.format(name)}"
         ) from None
 
 
@@ -84,9 +84,11 @@ def _logger(log: Callable[[int, dict[str, float]], Any], close: Callable[[], Any
     return show
 
 
-# name in the recipe: (module to import, package to install, what makes its logger)
-_BACKENDS: dict[str, tuple[str, str, Callable[[ModuleType, Path, str], Logger]]] = {
-    "wandb": ("wandb", "wandb", _wandb),
-    "tensorboard": ("tensorboardX", "tensorboardX", _tensorboard),
-    "trackio": ("trackio", "trackio", _trackio),
+_INSTALL = 'pip install "segtrain-mlx[{}]"'  # each tracker's name is an extra of the package
+
+# name in the recipe and of the extra: (module to import, what makes its logger)
+_BACKENDS: dict[str, tuple[str, Callable[[ModuleType, Path, str], Logger]]] = {
+    "wandb": ("wandb", _wandb),
+    "tensorboard": ("tensorboardX", _tensorboard),
+    "trackio": ("trackio", _trackio),
 }

@@ -81,7 +81,7 @@ def test_nothing_is_named_nothing_is_imported(fake):
 
 def test_a_missing_package_is_named_before_any_tracker_starts(fake, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(UserError, match="pip install trackio"):
+    with pytest.raises(UserError, match=r'pip install "segtrain-mlx\[trackio\]"'):
         make_loggers(["wandb", "trackio"], Path("run"), "p")
     assert fake.calls == []
 

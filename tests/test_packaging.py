@@ -1,0 +1,75 @@
+"""pyproject.toml, the lock file and the build files say the same. Markers and versions are read by `packaging`."""
+
+import re
+import tomllib
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+
+from segtrain.recipe import OutputRecipe
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+LOCK = (ROOT / "requirements-dev.lock").read_text(encoding="utf-8")
+PYTHONS = ("3.11", "3.12", "3.13")
+SYSTEMS = {"linux": "Linux", "darwin": "Darwin"}
+
+
+def pins(lock: str) -> list[Requirement]:
+    return [Requirement(line.removesuffix("\\")) for line in re.findall(r"^\w.*==.*$", lock, re.MULTILINE)]
+
+
+def environment(python: str, system: str) -> dict[str, str]:
+    here = {key: str(value) for key, value in default_environment().items()}
+    there = {"python_version": python, "python_full_version": f"{python}.1", "sys_platform": system}
+    machine = "arm64" if system == "darwin" else "x86_64"
+    return {**here, **there, "platform_system": SYSTEMS[system], "platform_machine": machine, "extra": ""}
+
+
+def unmet(wanted: list[str], lock: str, python: str, system: str) -> list[str]:
+    """The requirements that the lock's pins don't meet there, exactly one pin each."""
+    there = environment(python, system)
+    found: dict[str, list[str]] = {}
+    for pin in pins(lock):
+        if pin.marker is None or pin.marker.evaluate(there):
+            found.setdefault(pin.name.lower(), []).append(str(pin.specifier).removeprefix("=="))
+    bad = []
+    for text in wanted:
+        requirement = Requirement(text)
+        versions = found.get(requirement.name.lower(), [])
+        if len(versions) != 1 or not requirement.specifier.contains(versions[0]):
+            bad.append(text)
+    return bad
+
+
+@pytest.mark.parametrize(("python", "system"), list(product(PYTHONS, SYSTEMS)))
+def test_the_lock_meets_what_the_project_asks(python: str, system: str) -> None:
+    """On each Python and system that is supported; where it fails: make lock."""
+    assert unmet([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]], LOCK, python, system) == []
+
+
+def test_an_unmet_requirement_is_seen() -> None:
+    wanted = ["mlx>=99", "no-such-package", "pytest>=8"]
+    assert unmet(wanted, LOCK, "3.11", "linux") == wanted[:2]
+    assert unmet(["numpy>=1"], f"{LOCK}\nnumpy==1.0 \\", "3.11", "linux") == ["numpy>=1"]
+
+
+def test_the_lock_names_no_host_and_every_pin_has_a_hash() -> None:
+    assert "://" not in LOCK
+    assert len(re.findall(r"^\w.*==.*\\\n    --hash=sha256:", LOCK, re.MULTILINE)) == len(pins(LOCK)) > 40
+
+
+def test_every_tracker_is_an_extra() -> None:
+    trackers = get_args(get_args(OutputRecipe.model_fields["report_to"].annotation)[0])
+    assert set(trackers) <= PROJECT["optional-dependencies"].keys()
+    assert len(trackers) == 3
+
+
+def test_the_pythons_are_those_of_the_classifiers() -> None:
+    named = {text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d", text)}
+    assert named == set(PYTHONS)
+    assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
