@@ -324,7 +324,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str], stop: StopRequest) -> int:
     try:
-        return int(_command().main(args=list(arguments), prog_name="segtrain", standalone_mode=False) or DONE)
+        code = int(_command().main(args=list(arguments), prog_name="segtrain", standalone_mode=False) or DONE)
+        # Before its command begins, typer makes a silent exit code of an interrupt.
+        return _failed(code, "interrupted") if stop.interrupted and code == INTERRUPTED else code
     except typer.Exit as end:
         return end.exit_code
     except BrokenPipeError:

@@ -23,15 +23,17 @@ def start(
     *,
     slow: str = "",
     seconds: float = 0.3,
+    computing: bool = False,
     file_limit: int = 0,
     environment: dict[str, str] | None = None,
 ) -> BaseProcess:
     """Run `segtrain ARGUMENTS` with its output in `log`.
 
     `slow`: a function such as `segtrain.durable:write_new` that takes `seconds` longer and logs each call;
-    `file_limit`: bytes beyond which no file may grow.
+    `computing`: it spends them inside mlx, where no handler of Python's runs; `file_limit`: bytes beyond which no file
+    may grow.
     """
-    options = (list(arguments), str(log), slow, seconds, file_limit, environment or {})
+    options = (list(arguments), str(log), slow, seconds, computing, file_limit, environment or {})
     process = CONTEXT.Process(target=_run, args=options)
     process.start()
     return process
@@ -88,7 +90,15 @@ def send(process: BaseProcess, number: signal.Signals = signal.SIGINT) -> None:
     os.kill(process.pid, number)
 
 
-def _run(arguments: list[str], log: str, slow: str, seconds: float, limit: int, environment: dict[str, str]) -> None:
+def _run(
+    arguments: list[str],
+    log: str,
+    slow: str,
+    seconds: float,
+    computing: bool,
+    limit: int,
+    environment: dict[str, str],
+) -> None:
     import resource
 
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -99,13 +109,13 @@ def _run(arguments: list[str], log: str, slow: str, seconds: float, limit: int, 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     if slow:
-        _slow_down(slow, seconds)
+        _slow_down(slow, seconds, _compute if computing else time.sleep)
     from segtrain.cli import run
 
     raise SystemExit(run(arguments))
 
 
-def _slow_down(name: str, seconds: float) -> None:
+def _slow_down(name: str, seconds: float, wait: Callable[[float], None]) -> None:
     module, _, path = name.partition(":")
     *owners, function = path.split(".")
     owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
@@ -113,7 +123,29 @@ def _slow_down(name: str, seconds: float) -> None:
 
     def slowed(*args: Any, **kwargs: Any) -> Any:
         os.write(1, f"<{function}>".encode())
-        time.sleep(seconds)
+        wait(seconds)
         return inner(*args, **kwargs)
 
     setattr(owner, function, slowed)
+
+
+def _compute(seconds: float) -> None:
+    """One evaluation of about so many seconds, or some times more; logs when it begins."""
+    import mlx.core as mx
+
+    matrix = mx.random.normal((256, 256))
+    mx.eval(_product(matrix, 2))
+    begun = time.monotonic()
+    mx.eval(_product(matrix, 20))
+    long = _product(matrix, int(20 * seconds / (time.monotonic() - begun)) + 1)
+    os.write(1, b"<computing>")
+    mx.eval(long)
+
+
+def _product(matrix: Any, count: int) -> Any:
+    import mlx.core as mx
+
+    result = matrix
+    for _ in range(count):
+        result = mx.tanh(result @ matrix)
+    return result

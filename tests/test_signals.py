@@ -1,9 +1,16 @@
 """SIGINT and SIGTERM to real processes at each kind of moment; a slowed function makes it long enough to hit."""
 
+import json
 import os
+import pty
 import signal
+import subprocess
+import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_run
@@ -37,6 +44,14 @@ def recipe_file(folder: Path, name: str) -> Path:
     values["eval__at_start"] = False
     path = tiny_run.recipe_file(folder, data__valid=str(folder / "sft-valid.jsonl"), **values)
     return path.rename(folder / name / "recipe.yaml")
+
+
+def change(path: Path, **values: Any) -> None:
+    recipe = json.loads(path.read_text())
+    for name, value in values.items():
+        section, _, key = name.partition("__")
+        recipe[section][key] = value
+    path.write_text(json.dumps(recipe))
 
 
 def finished(folder: Path, name: str) -> object:
@@ -91,6 +106,88 @@ def test_the_second_signal_ends_at_once(folder: Path, whole: object, slow: str, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_answered_while_mlx_computes(folder: Path, whole: object, number: signal.Signals) -> None:
+    """A step that takes half a minute in one evaluation: the first is acknowledged meanwhile, the second leaves."""
+    name = f"computing {number.name}"
+    path, log = recipe_file(folder, name), folder / f"{name}.log"
+    process = start(["sft", str(path)], log, slow=STEP, seconds=30.0, computing=True)
+    wait_for(said(log, "<computing>"), "the step")
+    time.sleep(0.5)
+    begun = time.monotonic()
+    send(process, number)
+    wait_for(said(log, "finishing this step"), "the answer", 10.0)
+    time.sleep(0.5)
+    assert process.is_alive()  # the first alone waits for the step
+    send(process, number)
+    assert ended(process) == 130
+    assert time.monotonic() - begun < 15
+    assert "left at once" in log.read_text()
+    adapter, lines, _ = finished(folder, name)  # type: ignore[misc]
+    assert (adapter, lines) == whole[:2]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_of_a_sluggish_set_up_ends_it(folder: Path, whole: object, number: signal.Signals) -> None:
+    """Reading the model takes half a minute inside mlx, so the first can't interrupt it."""
+    name = f"set-up {number.name}"
+    path, log = recipe_file(folder, name), folder / f"{name}.log"
+    process = start(["sft", str(path)], log, slow="segtrain.session:attach", seconds=30.0, computing=True)
+    wait_for(said(log, "<computing>"), "the set-up")
+    time.sleep(0.5)
+    begun = time.monotonic()
+    send(process, number)
+    time.sleep(0.5)
+    send(process, number)
+    assert ended(process) == 130
+    assert time.monotonic() - begun < 15
+    assert (path.parent / "run").exists()  # left as it was, with its lock, which nobody holds now
+    assert finished(folder, name)[0] == whole[0]  # type: ignore[index]
+
+
+def started(path: Path, output: int) -> subprocess.Popen[bytes]:
+    """The program as a user starts it; writes `!` when the interpreter is there, before anything else is imported."""
+    code = "import os, runpy; os.write(1, b'!'); runpy.run_module('segtrain', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", code, "sft", str(path)]
+    return subprocess.Popen(command, stdout=output, stderr=output, env=tiny_run.ENVIRONMENT, cwd=tiny_run.ROOT)
+
+
+@pytest.mark.parametrize("moments", [pytest.param(8, id="8"), pytest.param(60, id="60", marks=pytest.mark.slow)])
+def test_a_signal_while_the_program_starts(folder: Path, moments: int) -> None:
+    """At moments over the first seconds, most of them in an import."""
+    path = recipe_file(folder, f"starting {moments}")
+    for moment in range(moments):
+        log = folder / f"starting-{moment}.log"
+        with log.open("wb") as file:
+            process = started(path, file.fileno())
+        wait_for(said(log, "!"), "the interpreter")
+        time.sleep(0.05 + 1.5 * moment / moments)
+        process.send_signal(signal.SIGTERM if moment % 2 else signal.SIGINT)
+        assert process.wait(60) == 130, (moment, log.read_text())
+        assert "Traceback" not in log.read_text()
+        assert "segtrain: " in log.read_text()
+
+
+def test_the_terminal_gets_its_cursor_back(folder: Path) -> None:
+    """A live display hides the cursor; two signals end the program in the middle of it."""
+    path = recipe_file(folder, "terminal")
+    change(path, train__steps=100_000, output__save_every=0, output__eval_every=0)
+    ours, theirs = pty.openpty()
+    process = started(path, theirs)
+    os.close(theirs)
+    screen = b""
+    while b"step" not in screen or b"?25l" not in screen:
+        screen += os.read(ours, 4096)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    with suppress(OSError):  # how Linux says that the other end is closed
+        while data := os.read(ours, 4096):
+            screen += data
+    assert process.wait(60) == 130
+    assert screen.rindex(b"?25h") > screen.rindex(b"?25l")
+    os.close(ours)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_tokenising_leaves_nothing(folder: Path, number: signal.Signals) -> None:
     name = f"tokenising {number.name}"
     path, log = recipe_file(folder, name), folder / f"{name}.log"
@@ -113,3 +210,63 @@ def test_handlers_are_put_back() -> None:
 def test_outside_a_step_a_signal_interrupts() -> None:
     with StopRequest(), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_library_that_turns_the_interrupt_into_an_error() -> None:
+    def load() -> None:
+        with StopRequest():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            except KeyboardInterrupt as error:
+                raise ImportError("an extension's way to say so") from error
+
+    with pytest.raises(KeyboardInterrupt):
+        load()
+
+
+def test_a_library_that_swallows_the_interrupt() -> None:
+    """Nothing is to be done then, but the run that follows stops at its first step."""
+    with StopRequest() as stop:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with stop.held():
+            assert stop.requested
+
+
+def test_in_another_thread_nothing_is_caught() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    found = []
+
+    def run() -> None:
+        with StopRequest():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+def test_signals_of_a_forked_process_are_its_own() -> None:
+    """Ctrl-C reaches a whole group of processes: a child's must not count as its parent's second."""
+    with StopRequest() as stop, stop.held():
+        child = os.fork()
+        if not child:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGINT)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        time.sleep(0.2)
+        assert not stop.requested
+
+
+def test_nothing_stays_open() -> None:
+    with StopRequest():
+        pass
+    wait_for(lambda: not any(thread.name == "segtrain-signals" for thread in threading.enumerate()), "the thread", 5)
+    count = len(os.listdir("/dev/fd"))
+    for _ in range(20):
+        with StopRequest():
+            pass
+    wait_for(lambda: len(os.listdir("/dev/fd")) <= count, "the pipes", 5)
+    assert signal.set_wakeup_fd(-1) == -1
