@@ -56,10 +56,10 @@ app = typer.Typer(
     cls=_Commands,
     help="LoRA fine-tuning on MLX at long contexts and on small memory budgets, by segmented backward.",
     epilog=(
-        "\b\nFirst run:\n  segtrain init                          a commented recipe.yaml\n"
-        "  segtrain check recipe.yaml             what is learnt of the data; trains nothing\n"
-        "  segtrain plan-segments recipe.yaml     memory and time, before anything runs\n"
-        "  segtrain sft recipe.yaml"
+        "\b\nFirst run:\n  segtrain init                         a commented recipe\n"
+        "  segtrain check recipe.yaml            what is learnt\n"
+        "  segtrain plan-segments recipe.yaml    memory and time\n"
+        "  segtrain sft recipe.yaml              trains"
     ),
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -114,7 +114,7 @@ def root(context: typer.Context, debug: Debug = False, version: Version = False)
 
 @app.command(
     epilog="\b\nExamples:\n  segtrain sft recipe.yaml\n  segtrain sft recipe.yaml --resume\n"
-    "  segtrain sft recipe.yaml --set train.steps=50 --set lora.rank=16"
+    "  segtrain sft recipe.yaml --set train.steps=50"
 )
 def sft(
     recipe: RecipeFile = None,
@@ -157,7 +157,7 @@ def orpo(
 @app.command(
     name="plan-segments",
     epilog="\b\nExamples:\n  segtrain plan-segments recipe.yaml\n"
-    "  segtrain plan-segments --model mlx-community/Qwen3-8B-4bit --seq 32768 --budget 24GB",
+    "  segtrain plan-segments --seq 32768 --budget 24GB \\\n    --model mlx-community/Qwen3-8B-4bit",
 )
 def plan_segments(
     recipe: RecipeFile = None,
@@ -204,7 +204,9 @@ def plan_segments(
     return DONE if found.fits else FAILED
 
 
-@app.command(epilog="\b\nExample:\n  segtrain check recipe.yaml --set data.max_seq_length=4096")
+@app.command(
+    epilog="\b\nExamples:\n  segtrain check recipe.yaml\n  segtrain check recipe.yaml --set data.on_long=truncate"
+)
 def check(recipe: RecipeFile = None, set_: Set = None, debug: Debug = False) -> int:
     """Count the data and show what would be learnt.
 
@@ -223,7 +225,9 @@ def check(recipe: RecipeFile = None, set_: Set = None, debug: Debug = False) -> 
 
 
 @app.command(
-    name="verify-grads", epilog="\b\nExample:\n  segtrain verify-grads recipe.yaml --set data.max_seq_length=256"
+    name="verify-grads",
+    epilog="\b\nExamples:\n  segtrain verify-grads recipe.yaml\n"
+    "  segtrain verify-grads recipe.yaml \\\n    --set data.max_seq_length=256",
 )
 def verify_grads(recipe: RecipeFile = None, set_: Set = None, debug: Debug = False) -> int:
     """Compare segmented with full gradients.
@@ -239,7 +243,7 @@ def verify_grads(recipe: RecipeFile = None, set_: Set = None, debug: Debug = Fal
     return DONE if report.passed else FAILED
 
 
-@app.command(epilog="\b\nExample:\n  segtrain export runs/my-run --format peft --out my-adapter")
+@app.command(epilog="\b\nExample:\n  segtrain export runs/my-run --format peft --out adapter")
 def export(
     run: RunDir,
     format_: Annotated[AdapterFormat, typer.Option("--format", help="peft: for transformers; mlx: for mlx_lm.")],

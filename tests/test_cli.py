@@ -219,6 +219,18 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ("--set" in out) == (command in {"sft", "orpo", "plan-segments", "check", "verify-grads"})
 
 
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_fits(
+    command: str | None, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert cli.run([*([command] if command else []), "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > width] == []
+    assert any(len(line) > 0.7 * width for line in lines)  # it is laid out for this width
+
+
 @pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["-h"], 0)])
 def test_all_commands_are_listed(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(arguments) == code
