@@ -228,7 +228,7 @@ def test_help_fits(
     assert cli.run([*([command] if command else []), "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if len(line) > width] == []
-    assert max(map(len, lines)) > 50  # something was shown
+    assert len(lines) > 5  # something was shown
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["-h"], 0)])
