@@ -4,6 +4,7 @@ Errors are norm-relative, per tensor, in float32 unless said otherwise. Controls
 """
 
 from functools import cache
+from statistics import median
 
 import mlx.core as mx
 import pytest
@@ -198,20 +199,27 @@ def test_compiled_with_other_options(options: dict):
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text"])
 @pytest.mark.parametrize("bits", [0, 4])
 def test_bf16_is_as_near_to_the_float32_truth_as_full_backward(family: str, bits: int):
-    """err_ours <= 1.1 err_reference + 1e-3; the truth has the very same weights, widened."""
+    """err_ours <= 1.1 err_reference + 1e-3; the truth has the very same weights, widened.
+
+    On one row either may happen to be nearer, so half of the rows must be within the bound.
+    """
     model = tiny.build(family, bits=bits)
     model.set_dtype(mx.bfloat16)
     lora = tiny.attach(model)
     stack = LayerStack(model)
-    ours = SegmentedBackward(stack, lora, losses.sft, segment_size=2, head_chunk=4).step(row()).grads
-    reference = FullBackward(stack, lora, losses.sft).step(row()).grads
-    _, theirs = tiny.mlx_lm_gradients(model, lora, IDS, PROMPT)
+    rows = [tiny.row(len(IDS), PROMPT, seed) for seed in range(15)]
+    ids = [tiny.tokens(len(IDS), seed) for seed in range(15)]
+    segments = SegmentedBackward(stack, lora, losses.sft, segment_size=2, head_chunk=4)
+    whole = FullBackward(stack, lora, losses.sft)
+    ours, reference = ([backward.step(layout).grads for layout in rows] for backward in (segments, whole))
+    theirs = [tiny.mlx_lm_gradients(model, lora, tokens, PROMPT)[1] for tokens in ids]
     tiny.as_float32(model)
-    _, truth = tiny.mlx_lm_gradients(model, lora, IDS, PROMPT)
-    error = tiny.overall(truth, ours)
-    assert error < 1.1 * tiny.overall(truth, reference) + 1e-3
-    assert error < 1.1 * tiny.overall(truth, theirs) + 1e-3
-    assert error > 1e-4  # bf16 was really used
+    truth = [tiny.mlx_lm_gradients(model, lora, tokens, PROMPT)[1] for tokens in ids]
+    errors = [tiny.overall(t, grads) for t, grads in zip(truth, ours, strict=True)]
+    for other in (reference, theirs):
+        bounds = [1.1 * tiny.overall(t, grads) + 1e-3 for t, grads in zip(truth, other, strict=True)]
+        assert median(error - bound for error, bound in zip(errors, bounds, strict=True)) < 0
+    assert min(errors) > 1e-4  # bf16 was really used
 
 
 # Controls: each breaks one thing, and must be seen.
