@@ -10,6 +10,7 @@
 Shapes: q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv].
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -35,6 +36,7 @@ class Backend:
     - `query_multiple`: the query length must be a multiple of it (`attend` pads);
     - `array_mask`, `sinks`, `unequal_dims`: also with an array as mask, with sinks, with D != Dv;
     - `fused_rows`: longer rows are split into calls of so many queries;
+    - `fused_elements`: and the heads into calls of at most so many heads x keys x head dim;
     - `dense_bytes`: up to so many bytes of scores are computed at once where nothing is fused;
     - `tile_bytes`, `power`: see `Blocks`.
 
@@ -50,6 +52,7 @@ class Backend:
     sinks: bool = False
     unequal_dims: bool = False
     fused_rows: int = 8192
+    fused_elements: int = 1 << 62
     dense_bytes: int = 0
     tile_bytes: int = 4 << 20
     power: bool = False
@@ -65,6 +68,7 @@ BACKENDS = {
         query_multiple=128,
         array_mask=True,
         unequal_dims=True,
+        fused_elements=1 << 28,  # 2^29 (32 heads, 131,072 keys, dim 128): cuDNN's backward asks for all memory there is
         tile_bytes=64 << 20,
     ),
     "metal": Backend(
@@ -235,18 +239,41 @@ def _causal(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
 
 
 def _fused(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
-    """Fused causal calls of at most `fused_rows` queries, one after the other, forward and backward."""
+    """Fused causal calls that are as large as the backend allows, one after the other, forward and backward."""
     count, before = q.shape[2], k.shape[2] - q.shape[2]
     q, k, v = (padded_rows(x, -count % rule.rows.query_multiple) for x in (q, k, v))
-    parts: list[mx.array] = []
-    for start in range(0, q.shape[2], rule.rows.fused_rows):
-        stop = min(q.shape[2], start + rule.rows.fused_rows)
-        block, seen = q[:, :, start:stop], before + stop
-        if parts:
-            parts[-1], block = _in_order(parts[-1], block)
-        parts.append(_sdpa(block, k[:, :, :seen], v[:, :, :seen], scale=rule.scale, mask="causal", sinks=rule.sinks))
-    out = mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
-    return out[:, :, :count]
+    done: list[mx.array] = []
+
+    def call(block: mx.array, keys: mx.array, values: mx.array, sinks: mx.array | None) -> mx.array:
+        if done:
+            done[-1], block = _in_order(done[-1], block)
+        done.append(_sdpa(block, keys, values, scale=rule.scale, mask="causal", sinks=sinks))
+        return done[-1]
+
+    groups = list(_head_groups(q.shape[1], k.shape[1], k.shape[2] * max(q.shape[3], v.shape[3]), rule.rows))
+    for heads, kv_heads in groups:
+        sinks = None if rule.sinks is None else rule.sinks[heads]
+        for start in range(0, q.shape[2], rule.rows.fused_rows):
+            stop = min(q.shape[2], start + rule.rows.fused_rows)
+            keys, values = (x[:, kv_heads, : before + stop] for x in (k, v))
+            call(q[:, heads, start:stop], keys, values, sinks)
+    blocks = len(done) // len(groups)
+    rows = [_joined(done[i : i + blocks], axis=2) for i in range(0, len(done), blocks)]
+    return _joined(rows, axis=1)[:, :, :count]
+
+
+def _head_groups(heads: int, kv_heads: int, head_elements: int, rows: Backend) -> Iterator[tuple[slice, slice]]:
+    """Equal groups of query heads, with the key-value heads that each needs, as few as `fused_elements` allows."""
+    counts = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    count = next((n for n in counts if heads // n * head_elements <= rows.fused_elements), heads)
+    size, kv_size = heads // count, max(1, kv_heads // count)
+    for group in range(count):
+        first = group * kv_heads // count
+        yield slice(group * size, (group + 1) * size), slice(first, first + kv_size)
+
+
+def _joined(parts: list[mx.array], axis: int) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
 
 
 def _in_order(done: mx.array, following: mx.array) -> tuple[mx.array, mx.array]:

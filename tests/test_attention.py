@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segtrain import attention_blocks
+from segtrain import attention, attention_blocks
 from segtrain.attention import BACKENDS, Backend, Call, align, attend, backend, choose, reference, visibility
 from segtrain.layouts import Stream
 
@@ -360,6 +360,27 @@ LONG = Call(heads=32, rows=8192, keys=8192, dim=128, value_dim=128, dtype=mx.bfl
 def test_choice(name, change, kind):
     """The table of DESIGN, "Attention backward"."""
     assert choose(BACKENDS[name], replace(LONG, **change)) == kind
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (4, 1), (6, 2), (4, 4)])
+@pytest.mark.parametrize("limit", [1, 100 * 16, 200 * 16, 300 * 16])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_heads_are_split_into_fused_calls_of_bounded_size(monkeypatch, heads, groups, limit, sinks):
+    """No call is larger than the limit (but for one head), all are as large as it allows, and the sum is exact."""
+    sizes = []
+
+    def counted(q, k, v, **rule):
+        sizes.append(q.shape[1] * k.shape[2] * k.shape[3])
+        return original(q, k, v, **rule)
+
+    original = attention._sdpa
+    monkeypatch.setattr(attention, "_sdpa", counted)
+    shape = {"rows": 90, "keys": 100, "heads": heads, "groups": groups}
+    assert max(errors(replace(FUSED, fused_elements=limit), shape, sinks=sinks)) < TOLERANCE
+    one_head = 106 * 16  # 90 rows are padded to 96, and their keys with them
+    assert max(sizes) <= max(limit, one_head)
+    if limit == 1:
+        assert len(sizes) == heads * 2  # rows are two calls
 
 
 def test_few_scores_are_computed_at_once_where_nothing_is_fused():
