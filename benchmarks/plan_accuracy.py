@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -281,7 +281,7 @@ def compare(path: Path) -> None:
 
 def environment() -> dict[str, str]:
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{sys.platform}, {os.cpu_count()} cores",
         "mlx": version("mlx"),
         "mlx_lm": version("mlx-lm"),
@@ -326,7 +326,7 @@ def main() -> None:
     if args.set == "gpu" and args.compare:
         plan_accuracy_gpu.compare(args.compare)
     elif args.set == "gpu":
-        plan_accuracy_gpu.measure(args.shape, args.minutes, args.out, environment())
+        plan_accuracy_gpu.measure(args.shape, args.minutes, args.out, environment(), args.only)
     elif args.compare:
         compare(args.compare)
     else:

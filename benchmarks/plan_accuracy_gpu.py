@@ -16,7 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -30,7 +31,7 @@ SHAPES = {
 }  # fmt: skip
 SHORTER = {"8b": 1, "tiny": 128}  # lengths are divided by it
 WARM_UP = 512
-SHARES = {"bfloat16": 0.65, "4bit": 1.0}  # of the minutes, when no further setting of a model is begun
+SHARE = 0.65  # of the minutes, when no further setting of the first model is begun
 GRACE = 40.0  # seconds for the last one to end
 BUDGETS = {"lean": 1.1, "room": 3.0}
 
@@ -120,8 +121,8 @@ class Subject:
         announced = [event.as_json() for event in planner.announce(counts)]
         update = self._updates(session, row, planner.backward, meter)
         times, peaks = [], []
+        mx.clear_cache()
         for number in (1, 2):
-            mx.clear_cache()
             lines.clear()
             begun = time.perf_counter()
             meter.start_step(number)
@@ -252,28 +253,35 @@ def start(shape: str, dtype: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def measure(shape: str, minutes: float, out: Path, head: dict[str, Any]) -> None:
-    """Run both models' settings, bfloat16 first; while it runs, the other process compiles its kernels."""
+def measure(shape: str, minutes: float, out: Path, head: dict[str, Any], only: Sequence[str] = ()) -> None:
+    """Run the settings of one model after the other; while one runs, the next one compiles its kernels."""
     begun = time.time()
     out.parent.mkdir(parents=True, exist_ok=True)
-    children = {dtype: start(shape, dtype) for dtype in SETTINGS}
+    dtypes = [dtype for dtype in SETTINGS if not only or dtype in only]
+    child: subprocess.Popen[str] | None = None
     with out.open("a") as file:
         _line(file, {**head, "buffers": {k: v for k, v in os.environ.items() if k.startswith("MLX_MAX")}})
-        for dtype, child in children.items():
-            end = begun + 60 * minutes * SHARES[dtype]
+        for dtype, following in zip(dtypes, [*dtypes[1:], None], strict=True):
+            child = child or start(shape, dtype)
+            end = begun + 60 * minutes * (SHARE if following else 1.0)
             alarm = threading.Timer(end + GRACE - time.time(), child.kill)
             alarm.start()
+            assert child.stdout
+            print(child.stdout.readline().strip(), f"after {time.time() - begun:.0f} s", flush=True)
+            after = start(shape, following) if following else None
             _collect(child, end, file)
             alarm.cancel()
             print(f"{dtype}: ended with {child.wait()} after {time.time() - begun:.0f} s", flush=True)
+            child = after
 
 
 def _collect(child: "subprocess.Popen[str]", end: float, file: TextIO) -> None:
     """Tell a child to begin once it is ready, no setting after `end`, and keep what it prints."""
     assert child.stdin
     assert child.stdout
-    child.stdin.write(f"{end}\n")
-    child.stdin.flush()
+    with suppress(BrokenPipeError):  # it was not ready in time
+        child.stdin.write(f"{end}\n")
+        child.stdin.flush()
     for text in child.stdout:
         if text.startswith("{") and "tokens" in (line := json.loads(text)):
             _line(file, line)

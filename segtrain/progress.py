@@ -40,6 +40,7 @@ from segtrain.terminal.format import (
     wrapped,
 )
 from segtrain.terminal.models import print_models
+from segtrain.terminal.plan import plan_pieces
 from segtrain.terminal.preview import print_preview
 from segtrain.terminal.verify import print_verify
 
@@ -59,7 +60,6 @@ _METRICS = {  # metric: (name shown, format)
     "rejected_logp": ("rejected", ".2f"),
     "shared_tokens": ("shared", ",.0f"),
 }
-_FIRST_IN_PLAN = ("backward", "segment_size", "head_chunk", "peak_gib")
 
 
 @contextmanager
@@ -233,7 +233,7 @@ def permanent(event: Event, run: _Run, width: int) -> list[Text]:
         case DataRead():
             return _styled(wrapped("data", listed(event.counts), width), "cyan", 4)
         case PlanChosen():
-            return _styled(wrapped("plan", listed(_in_order(event.plan)), width), "cyan", 4)
+            return _styled(wrapped("plan", plan_pieces(event.plan), width), "cyan", 4)
         case Evaluated():
             return [_evaluated(event)]
         case Saved():
@@ -361,10 +361,6 @@ def _metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 def _left(run: _Run) -> str:
     return "" if run.left is None else f"{duration(run.left)} left"
 
-
-def _in_order(plan: Mapping[str, object]) -> dict[str, object]:
-    first = {key: plan[key] for key in _FIRST_IN_PLAN if key in plan}
-    return first | dict(plan)
 
 
 def _styled(lines: list[str], style: str, length: int) -> list[Text]:

@@ -109,8 +109,7 @@ def test_plain_lines_say_what_the_events_say():
     for words in (
         "org/Model-8B",
         "training 21M of 8.03B parameters (0.26 %)",
-        "backward segmented  segment size 1",
-        "peak 12.5 GiB",
+        "plan  segment_size 1  head_chunk 256  predicted peak 12.5 GiB",
         "warning: \\x1b[2Jgone\\r\\n\\x07 [bold]not bold[/bold]",
         "step 4/10  loss 2.0000  lr 1.00e-04  4,000 tok/s  12.0 GiB  12.0 s left",
         "nll 1.234  log-odds -11.50  acc 0.75  chosen -10.91  rejected -11.32",

@@ -23,6 +23,8 @@ class Backend:
     """`run_ahead`: a layer's temporaries in flight, as a share of what its backward makes.
 
     - `fused`: the share of it that is left in compiled segments;
+    - `fuses`: what a compiled MLP keeps for backward is gate, up and their product alone;
+    - `held`: hidden-sized arrays of a layer whose MLP works in chunks that a command buffer holds though done with;
     - `chunks_help`: an MLP in chunks frees memory; a large command buffer holds all chunks' temporaries until its end;
     - `overlaps`: with look-ahead 2 the next segment is at work before the last one is done;
     - `norms_widen`: norms of half-precision inputs keep float32 copies;
@@ -32,6 +34,8 @@ class Backend:
     name: Name
     run_ahead: float = 1.0
     fused: float = 1.0
+    fuses: bool = False
+    held: float = 0.0
     chunks_help: bool = True
     overlaps: bool = True
     norms_widen: bool = False
@@ -64,7 +68,7 @@ BACKENDS: dict[Name, Backend] = {
     "cuda": Backend(
         "cuda",
         run_ahead=1.4,
-        fused=0.8,
+        fuses=True,
         chunks_help=False,
         compiles=True,
         head_dims=frozenset(range(8, 129, 8)),
@@ -76,7 +80,7 @@ BACKENDS: dict[Name, Backend] = {
     "metal": Backend(
         "metal",
         run_ahead=1.4,
-        fused=0.8,
+        fuses=True,
         chunks_help=False,
         head_dims=frozenset({64, 72, 80, 96, 128, 192, 256}),
         float32_fused=True,
@@ -87,6 +91,7 @@ BACKENDS: dict[Name, Backend] = {
 
 SMALL_BUFFERS = 10  # operations a command buffer: with so few, little is held that is done with
 RUN_AHEAD_SMALL = 0.65
+HELD_SMALL = 6.0
 
 
 def with_buffers(backend: Backend, environment: Mapping[str, str]) -> Backend:
@@ -94,7 +99,7 @@ def with_buffers(backend: Backend, environment: Mapping[str, str]) -> Backend:
     asked = environment.get("MLX_MAX_OPS_PER_BUFFER", "")
     if backend.name == "cpu" or not asked.isdigit() or int(asked) > SMALL_BUFFERS:
         return backend
-    return replace(backend, run_ahead=RUN_AHEAD_SMALL, chunks_help=True)
+    return replace(backend, run_ahead=RUN_AHEAD_SMALL, held=HELD_SMALL, chunks_help=True, overlaps=False)
 
 
 # On an H200 these cost no time at 8,192 tokens and save 1 to 2 GiB (`benchmarks/floor.py`); on Metal nobody measured.

@@ -49,6 +49,11 @@ class Option:
         return round(sum(self.parts.values()))
 
 
+def preferred(option: Option) -> tuple[float, int]:
+    """The order of choice: by time, and by memory where times are equal within what the time model can tell."""
+    return round(option.relative_time, 2), option.peak
+
+
 class Chooser:
     """Candidate plans for a model under some settings, estimated."""
 
@@ -70,16 +75,16 @@ class Chooser:
     def fastest(self, row: RowShape, budget: int, *, sizes: Sequence[int] | None = None) -> Option | None:
         """The fastest candidate for `row` whose peak is within `budget`; None: there is none."""
         fitting = [x for x in (self.option(row, plan) for plan in self.plans(row, sizes)) if x.peak <= budget]
-        return min(fitting, key=lambda x: (round(x.relative_time, 3), x.peak), default=None)
+        return min(fitting, key=preferred, default=None)
 
     def leanest(self, row: RowShape, *, sizes: Sequence[int] | None = None) -> Option:
         """The candidate with the lowest peak."""
         return min((self.option(row, plan) for plan in self._lean_plans(row, sizes)), key=lambda x: x.peak)
 
     def full(self, row: RowShape) -> Iterator[Plan]:
-        """Ways to run full backward."""
-        for dense in self._dense():
-            yield Plan("full", segment_size=self.layers, dequantize=dense, compiled=self._compiled(row))
+        """Ways to run full backward, which never works on dense copies of quantised weights."""
+        if not self.settings.dequantize:
+            yield Plan("full", segment_size=self.layers, compiled=self._compiled(row))
 
     def plans(self, row: RowShape, sizes: Sequence[int] | None = None) -> Iterator[Plan]:
         s = self.settings
@@ -122,16 +127,16 @@ class Chooser:
         yield from self._leaner(row, base)
 
     def _leaner(self, row: RowShape, base: Plan) -> Iterator[Plan]:
-        """Slower ways that need less: the MLP in chunks, fewer boundaries."""
-        for rows in MLP_ROWS:
-            if rows < max(row.streams):
-                yield replace(base, mlp_rows=rows)
-                if rows == MLP_ROWS[-1] or 2 * rows >= max(row.streams):
-                    yield from (
-                        replace(base, mlp_rows=rows, stride=stride) for stride in STRIDES if stride < self.layers
-                    )
-        if max(row.streams) <= MLP_ROWS[-1]:
-            yield from (replace(base, stride=stride) for stride in STRIDES if stride < self.layers)
+        """Slower ways that need less: the MLP in chunks, fewer boundaries, a limit that the device waits for."""
+        longest = max(row.streams)
+        chunked = [rows for rows in MLP_ROWS if rows < longest]
+        for rows in chunked:
+            yield replace(base, mlp_rows=rows)
+        smallest = replace(base, mlp_rows=chunked[-1] if chunked else None)
+        strided = [replace(smallest, stride=stride) for stride in STRIDES if stride < self.layers]
+        yield from strided
+        if self.estimator.backend.held and chunked:
+            yield from (replace(plan, tight=True) for plan in (smallest, *strided))
 
     def _richer(self, base: Plan) -> Iterator[Plan]:
         """Faster ways that need more: some layers kept."""

@@ -30,10 +30,12 @@ from segtrain.memory.shapes import Layer, Linear, Model
 # Arrays of MLP width that backward needs from forward, and temporaries of that width in its backward. "geglu" is Gemma
 # 4's, a compiled function of gate and up; Gemma 3 has "gelu", a product of two.
 ACTIVATIONS = {"silu": (5, 9), "gelu": (7, 9), "geglu": (7, 4), "plain": (3, 5)}
+FUSED = {"silu": 3, "gelu": 3, "geglu": 3, "plain": 2}  # of the former, where the segment is compiled and fused
 WIDENED = 1.5  # hidden-sized arrays that a norm of half-precision inputs keeps, where it computes in float32
 ROUTED = 2  # hidden-sized arrays of each expert that a token goes to, in both
 HIDDEN, POST_NORM = 4, 2  # hidden-state-sized residuals of a layer, and of its post-norms
 HIDDEN_TEMPORARIES = 4
+FORWARD = 4  # chunks of the MLP in forward are so many times as long (`models.tokenwise`)
 TILES = 8  # of scores, at work at a time in block-wise attention
 LOGIT_BYTES = {4: 8, 2: 13}  # by bytes of the activations' dtype
 CAPPED_LOGIT_BYTES = {4: 16.5, 2: 15}  # the same where a soft-cap is differentiated too
@@ -126,12 +128,21 @@ class Estimator:
         shared = 2 * sum(keys for _, keys in kinds)  # and their cotangents
         return rows * b * (shared + sum(x.layer_inputs for x in layers))
 
-    def residuals(self, i: int, rows: int, mlp_rows: int | None = None) -> float:
+    def residuals(self, i: int, rows: int, mlp_rows: int | None = None, *, compiled: bool = False) -> float:
         """Bytes that layer `i`'s backward needs from its forward."""
-        key = ("residuals", self._kind[i], rows, mlp_rows)
+        key = ("residuals", self._kind[i], rows, mlp_rows, compiled)
         if key not in self._known:
             self._known[key] = self._residuals(self.model.layers[i], rows, mlp_rows)
+            if compiled:
+                self._known[key] -= self._fused_away(self.model.layers[i], rows, mlp_rows)
         return self._known[key]
+
+    def _fused_away(self, layer: Layer, rows: int, mlp_rows: int | None) -> float:
+        """Bytes of the MLP's residuals that a compiled segment doesn't write."""
+        if not self.backend.fuses or (mlp_rows is not None and self.backend.chunks_help and not layer.routed):
+            return 0.0
+        spared = ACTIVATIONS[layer.activation][0] - FUSED[layer.activation]
+        return float(rows * self.model.dtype_bytes * layer.width * spared)
 
     def temporaries(self, i: int, rows: int, mlp_rows: int | None = None) -> float:
         """Bytes that come and go in layer `i`'s backward."""
@@ -265,11 +276,16 @@ class Estimator:
 
     def _live(self, segment: range, rows: int, plan: Plan) -> float:
         """Bytes of one segment's backward."""
-        held = sum(self.residuals(i, rows, plan.mlp_rows) for i in segment)
+        held = sum(self.residuals(i, rows, plan.mlp_rows, compiled=plan.compiled) for i in segment)
         made = max(self.temporaries(i, rows, plan.mlp_rows) for i in segment) * (
             self.backend.fused if plan.compiled else 1.0
         )
-        return held + made + self._dense(segment, plan)
+        return held + made + self._dense(segment, plan) + self._done_with(rows, plan)
+
+    def _done_with(self, rows: int, plan: Plan) -> float:
+        """Bytes that wait for their command buffer's end, where the limit doesn't make the device wait for them."""
+        chunked = plan.mlp_rows is not None and plan.mlp_rows < rows
+        return 0.0 if plan.tight or not chunked else self.backend.held * self.boundary(rows)
 
     def _at_once(self, plan: Plan) -> int:
         """Segments whose temporaries are live together."""
@@ -277,14 +293,24 @@ class Estimator:
 
     def _forward(self, segment: range, rows: int, plan: Plan) -> float:
         """Bytes of one segment's forward pass: what one layer makes."""
-        widest = max(self.residuals(i, rows) for i in segment)
-        return widest * self._at_once(plan) + self._dense(segment, plan)
+        chunk = None if plan.mlp_rows is None else FORWARD * plan.mlp_rows
+        widest = max(self._made(i, rows, chunk, compiled=plan.compiled) for i in segment)
+        return widest * self._at_once(plan) + self._dense(segment, plan) + self._done_with(rows, plan)
+
+    def _made(self, i: int, rows: int, chunk: int | None, *, compiled: bool) -> float:
+        """Bytes that layer `i`'s forward pass makes, its MLP in chunks."""
+        layer, whole = self.model.layers[i], self.residuals(i, rows, compiled=compiled)
+        if chunk is None or chunk >= rows or layer.routed or not self.backend.chunks_help:
+            return whole
+        left_out = rows - chunk
+        spared = self._fused_away(layer, left_out, None) if compiled else 0.0
+        return whole - self._mlp(layer, left_out, None, 0) + spared
 
     def _full(self, row: RowShape, plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
         """Everything live at once: all layers' residuals, and the logits of all rows."""
         b, V = self.model.dtype_bytes, self.model.vocabulary
         trained = range(self.lowest, len(self.model.layers))
-        held = sum(self.residuals(i, rows) for i in trained for rows in row.streams)
+        held = sum(self.residuals(i, rows, compiled=plan.compiled) for i in trained for rows in row.streams)
         edges = sum(self.boundary(rows) for rows in row.streams)
         made = max(self.temporaries(i, max(row.streams)) for i in trained)
         logits = float(V * sum(map(sum, row.scored)) * FULL_LOGIT_BYTES[b])

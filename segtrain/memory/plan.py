@@ -10,7 +10,7 @@ class Plan:
 
     `mlp_rows`: tokens that a layer's MLP is differentiated for at a time (None: all). `dequantize`: each segment's
     quantised weights are expanded once to a dense copy, for as long as the segment runs. `compiled`: like segments
-    share one traced graph.
+    share one traced graph. `tight`: the allocator's limit is so low that the device waits for memory: slower, smaller.
     """
 
     backward: Literal["segmented", "full"]
@@ -22,6 +22,7 @@ class Plan:
     mlp_rows: int | None = None
     dequantize: bool = False
     compiled: bool = False
+    tight: bool = False
     peak_bytes: int | None = None
 
     def as_json(self) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from segtrain.memory.rows import RowShape
 from segtrain.session import Session
 
 BUCKETS = 8  # lengths are rounded up to an eighth of a power of two, so that plans (and traces) are few
+HELD_SHARE = 0.93  # of what is above the model: the allocation that waits comes on top
+QUIET_BYTES = 100 << 20  # below it nobody asks where memory goes
 CREEP_STEPS, CREEP_SHARE, CREEP_BYTES = 20, 0.01, 16 << 20
 
 
@@ -54,6 +56,8 @@ class Watch:
         if tokens <= self.longest or not predicted:
             return None
         self.longest = tokens
+        if max(predicted, measured_gib) < QUIET_BYTES / GIB:
+            return None
         error = measured_gib / predicted - 1
         text = f"memory at {tokens:,} tokens: predicted {_gib(predicted)}, measured {_gib(measured_gib)} ({error:+.0%})"
         return Notice(text, "warning" if error > 0.15 else "info")
@@ -93,6 +97,7 @@ class Planner:
         self.chooser = _chooser(session, self.backend)
         self.watch, self.creep = Watch(), Creep()
         self.notices: list[Notice] = []
+        self._held = 0
         self._options: dict[RowShape, Option] = {}
         self._backwards: dict[Plan, Backward] = {}
         self.prompt_share = choices.PROMPT_SHARE
@@ -127,9 +132,16 @@ class Planner:
         return self._option(_bucketed(row), strict=True, exact=row).plan
 
     def _hold(self, plan: Plan) -> None:
-        """Over its predicted peak, a plan's allocations wait for running work: evaluation runs ahead no further."""
-        peak = plan.peak_bytes or self.budget
-        set_limits(min(self.budget, peak), max(self.budget - peak, self.budget // 16))
+        """Over a plan's predicted peak allocations wait for running work: evaluation runs ahead no further.
+
+        The limit counts the allocator's cache too, so the cache needs none of its own below it. The longest row's
+        limit stays for shorter ones, whose plans may be larger.
+        """
+        fixed, peak = self.chooser.estimator.fixed, min(self.budget, plan.peak_bytes or self.budget)
+        if peak > self._held:
+            self._held = peak
+            share = 1.0 if self.backend.name == "cpu" else HELD_SHARE
+            set_limits(round(fixed + share * max(0, peak - fixed)), max(peak - fixed, self.budget // 16))
 
     def after_step(self, step: int, meter: Reads) -> Iterator[Event]:
         memory = meter.memory()

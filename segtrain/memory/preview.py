@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from segtrain.errors import UserError
 from segtrain.memory import choices, shapes
 from segtrain.memory.backends import Backend, here
-from segtrain.memory.choose import Chooser, Option, longest, sizes
+from segtrain.memory.choose import Chooser, Option, longest, preferred, sizes
 from segtrain.memory.device import default_budget
 from segtrain.memory.rows import RowShape
 from segtrain.memory.source import find
@@ -107,7 +107,7 @@ class _Case:
         if fastest and fastest.plan.keep:
             options.append(self._as_json(fastest, longest(self._fits(fastest.plan.segment_size), limit)))
         fitting = [option for option in options if option["fits"]]
-        best = min(fitting, key=lambda x: (round(x["relative_time"], 3), x["peak_gib"]), default=None)
+        best = min(fitting, key=lambda x: (round(x["relative_time"], 2), x["peak_gib"]), default=None)
         notes = [self.lengths.note] if self.lengths.note else []
         return Preview(
             name,
@@ -134,7 +134,7 @@ class _Case:
     def _option(self, row: RowShape, size: int, limit: int) -> dict[str, Any]:
         plain = [self.chooser.option(row, plan) for plan in self.chooser.plans(row, (size,)) if plan.keep == self._keep]
         fitting = [option for option in plain if option.peak <= self.budget]
-        chosen = min(fitting, key=lambda x: (round(x.relative_time, 3), x.peak), default=None)
+        chosen = min(fitting, key=preferred, default=None)
         chosen = chosen or self.chooser.leanest(row, sizes=(size,))
         return self._as_json(chosen, longest(self._fits(size), limit))
 

@@ -21,7 +21,12 @@ OVERHEAD = 128
 ATTENTION_BACKWARD = 2.5
 LOOKAHEAD = (1.0, 0.98, 0.93)
 COMPILED = 0.95
+CHUNK_TOKENS = 60
+TIGHT = 1.2  # a step whose device waits for memory
 EDGE_TOKENS = 4  # what one more segment costs, in tokens of a layer
+
+
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,12 @@ class Speed:
     lookahead: tuple[float, float, float] = (1.0, 1.0, 1.0)
     compiled: float = 1.0
     mlp_chunks: float = 1.03
+    chunk_tokens: int = 0  # what each chunk of an MLP costs, in tokens of it
 
 
 DEFAULTS = {
     "cpu": Speed(),
-    "cuda": Speed(packed=3.0, lookahead=LOOKAHEAD, compiled=COMPILED, mlp_chunks=1.01),
+    "cuda": Speed(packed=3.0, lookahead=LOOKAHEAD, compiled=COMPILED, mlp_chunks=1.0, chunk_tokens=CHUNK_TOKENS),
     "metal": Speed(packed=1.0, lookahead=LOOKAHEAD, compiled=COMPILED),
 }
 
@@ -62,6 +68,8 @@ class Timer:
             total += chunks * EDGE_TOKENS * self.model.hidden * self.model.vocabulary
         if plan.compiled:
             total *= self.speed.compiled
+        if plan.tight:
+            total *= TIGHT
         return total * (1.0 if plan.backward == "full" else self.speed.lookahead[plan.lookahead])
 
     def _stream(self, rows: int, plan: Plan) -> float:
@@ -76,6 +84,8 @@ class Timer:
                 recomputed = (0.0 if i >= count - plan.keep else 1.0) + (plan.stride - 1) / plan.stride
                 forwards += 1 + (plan.stride - 1) / plan.stride
             chunked = plan.mlp_rows is not None and rows > plan.mlp_rows and i >= self.lowest
+            if chunked and plan.mlp_rows:
+                total += 4.0 * _mlp_weights(layer) * self.speed.chunk_tokens * (rows // plan.mlp_rows) * packed
             backward = (self.speed.mlp_chunks if chunked else 1.0) if i >= self.lowest else 0.0
             total += matmul * (1 + recomputed + backward) + attention * (forwards + ATTENTION_BACKWARD * bool(backward))
         edges = 0 if plan.backward == "full" else -(-count // plan.segment_size)
@@ -88,6 +98,10 @@ class Timer:
             return 8.0 * layer.mixer_width * rows
         seen = rows / 2 if a.window is None else min(rows / 2, a.window)
         return 2.0 * rows * seen * a.heads * (a.dim + a.value_dim)
+
+
+def _mlp_weights(layer: Layer) -> int:
+    return sum(x.inputs * x.outputs for x in layer.linears if not x.experts and x.name in MLP_NAMES)
 
 
 def _active(layer: Layer) -> int:

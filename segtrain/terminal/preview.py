@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.text import Text
 
 from segtrain.terminal.console import line_width, make_console, unicode_bars, write
-from segtrain.terminal.format import clean, count, gib, label, pick, wrapped
+from segtrain.terminal.format import clean, count, gib, label, paragraph, pick, wrapped
+from segtrain.terminal.plan import settings
 from segtrain.terminal.table import Column, stacked, table_lines
 
 _BLOCKS, _ASCII = "█▓▒░#+=:", "#=+:%@o."
@@ -45,8 +46,10 @@ def _head(preview: object, width: int) -> list[str]:
 
 
 def _columns(options: Sequence[object]) -> list[Column]:
-    columns = [("", "left"), ("segment\nsize", "right"), ("head\nchunk", "right"), ("peak", "right")]
-    columns += [("time", "right"), ("fits", "left")]
+    columns = [("", "left"), ("segment\nsize", "right"), ("head\nchunk", "right")]
+    if _keeps(options):
+        columns.append(("kept\nlayers", "right"))
+    columns += [("peak", "right"), ("time", "right"), ("fits", "left")]
     if any(_longest(option) is not None for option in options):
         columns.append(("longest\nrow", "right"))
     return [*columns, ("memory", "left")]
@@ -57,13 +60,14 @@ def _rows(
 ) -> list[list[str | Text]]:
     chosen, budget = pick(preview, "recommended"), pick(preview, "budget_gib")
     scale = _scale(options, budget)
-    room = max(width - _BAR_ROOM, 8)
+    with_kept = _keeps(options)
+    room = max(width - _BAR_ROOM - (8 if with_kept else 0), 8)
     limit = None if budget is None or not scale else min(round(room * float(budget) / scale), room - 1)
-    with_longest = len(_columns(options)) > 7
+    with_longest = any(_longest(option) is not None for option in options)
     rows: list[list[str | Text]] = []
     for option in options:
         best = chosen is not None and _identity(option) == _identity(chosen)
-        row = [*_figures(option, best, budget), *([_count(_longest(option))] if with_longest else [])]
+        row = [*_figures(option, best, budget, with_kept), *([_count(_longest(option))] if with_longest else [])]
         parts = _phases(option)
         lengths = stacked([parts.get(name, 0.0) for name in phases], scale, room)
         rows.append([*(Text(cell, "bold" if best else "") for cell in row), _drawn(lengths, marks, limit, room)])
@@ -89,14 +93,15 @@ def _drawn(lengths: Sequence[int], marks: str, limit: int | None, room: int) -> 
     return Text.assemble(text[:limit], ("|", "bold red"), text[limit + 1 :])
 
 
-def _figures(option: object, best: bool, budget: float | None) -> list[str]:
+def _figures(option: object, best: bool, budget: float | None, with_kept: bool) -> list[str]:
     fits = _fits(option, budget)
     relative = pick(option, "relative_time")
     full = pick(option, "backward") == "full"
     return [
         ">" if best else " ",
         "full" if full else str(pick(option, "segment_size", default="")),
-        _count(pick(option, "head_chunk")),
+        "" if full else _count(pick(option, "head_chunk")),
+        *([_count(pick(option, "keep", default=0) or None)] if with_kept else []),
         gib(float(pick(option, "peak_gib"))),
         "" if relative is None else f"{float(relative):.2f}x",
         "" if fits is None else "yes" if fits else "no",
@@ -114,12 +119,9 @@ def _verdict(preview: object, budget: float | None, width: int) -> list[Text | s
         text = Text("nothing fits" + ("" if budget is None else f" in {gib(float(budget))}"), "bold red")
         advice = pick(preview, "advice", "hint")
         return [text, *(wrapped("", [clean(advice)], width) if advice else [])]
-    size = "full backward" if pick(chosen, "backward") == "full" else f"segment_size {pick(chosen, 'segment_size')}"
-    if kept := pick(chosen, "keep"):
-        size += f", keep_layers {kept}"
-    return [
-        Text.assemble((">", "bold"), f" recommended: {size}, predicted peak {gib(float(pick(chosen, 'peak_gib')))}")
-    ]
+    pieces = [*settings(chosen), f"predicted peak {gib(float(pick(chosen, 'peak_gib')))}"]
+    first, *rest = paragraph("> recommended: ", ", ".join(pieces), width)
+    return [Text.assemble((">", "bold"), first[1:]), *rest]
 
 
 def _own_rows(preview: object, width: int) -> list[str]:
@@ -146,6 +148,10 @@ def _measured(preview: object, width: int) -> list[str]:
         pieces = [clean(name), gib(float(pick(phase, "peak_gib"))), f"{float(pick(phase, 'seconds')):.2f} s"]
         lines += wrapped("", pieces, width)
     return lines
+
+
+def _keeps(options: Sequence[object]) -> bool:
+    return any(pick(option, "keep") for option in options)
 
 
 def _identity(option: object) -> tuple[Any, ...]:
