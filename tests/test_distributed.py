@@ -1,15 +1,17 @@
 """Two ranks of a ring on this machine: equal to one process with twice the accumulation; none waits for ever.
 
-The processes get what `mlx.launch` gives them (a host file and a rank); the slow test at the end goes through it.
+The processes get what `mlx.launch` gives them (a host file and a rank); the tests at the end go through it.
 """
 
 import json
-import shutil
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,13 @@ def difference(a: Path, b: Path) -> float:
     return max((norm(one[k] - other[k]) / norm(one[k])).item() for k in one)  # type: ignore[call-overload, index, union-attr]
 
 
+def assert_same_metrics(a: Path, b: Path) -> None:
+    for ours, theirs in zip(tiny_run.lines(a), tiny_run.lines(b), strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert ours[key] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), key
+
+
 @pytest.fixture(scope="module")
 def sft_alone(folder: Path) -> Path:
     return alone(folder, "alone-sft", "sft")
@@ -72,11 +81,18 @@ def test_two_ranks_equal_two_rows_of_accumulation(folder: Path, sft_alone: Path,
     ranks = start_ranks([loss, str(path)], path.parent)
     assert [ended(rank) for rank in ranks] == [0, 0]
     assert difference(one, path.parent / "run") <= 1e-6
-    for ours, theirs in zip(tiny_run.lines(path.parent / "run"), tiny_run.lines(one), strict=True):
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert ours[key] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), key
+    assert_same_metrics(path.parent / "run", one)
     assert not (path.parent / "rank-1.log").read_text()  # only rank 0 speaks
+
+
+def adjacent_ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    while True:
+        first = free_ports(1)[0]
+        with suppress(OSError), ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def test_one_rank_alone_differs(folder: Path, sft_alone: Path) -> None:
@@ -104,12 +120,12 @@ def test_resume_and_a_rank_without_validation_rows(folder: Path) -> None:
     assert len(tiny_run.lines(path.parent / "run")) == len(tiny_run.lines(one))
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_rank_ends_the_other(folder: Path, sft_alone: Path, lost: int) -> None:
-    path = recipe_file(folder, f"lost-{lost}", "sft", 1)
+@pytest.mark.parametrize(("lost", "how"), [(0, "killed"), (1, "killed"), (1, "interrupted twice")])
+def test_a_lost_rank_ends_the_other(folder: Path, sft_alone: Path, lost: int, how: str) -> None:
+    path = recipe_file(folder, f"lost {lost} {how}", "sft", 1)
     ranks = start_ranks(["sft", str(path)], path.parent, slow="segtrain.updates:Updates._apply")
     wait_for(said(path.parent / "run" / "metrics.jsonl", '"step": 3'), "three updates")
-    ranks[lost].kill()
+    lose(ranks[lost], how, path.parent / f"rank-{lost}.log")
     begun = time.monotonic()
     assert ended(ranks[1 - lost]) == 1
     assert time.monotonic() - begun < 30
@@ -121,6 +137,16 @@ def test_a_lost_rank_ends_the_other(folder: Path, sft_alone: Path, lost: int) ->
     ranks = start_ranks(["sft", str(path), "--resume"], path.parent)
     assert [ended(rank) for rank in ranks] == [0, 0]
     assert difference(sft_alone, path.parent / "run") <= 1e-6
+
+
+def lose(rank: BaseProcess, how: str, log: Path) -> None:
+    if how == "killed":
+        rank.kill()
+        return
+    send(rank)
+    wait_for(said(log, "finishing this step"), "the answer")
+    send(rank)
+    assert ended(rank) == 130
 
 
 def test_ranks_with_different_recipes_are_refused(folder: Path) -> None:
@@ -221,21 +247,58 @@ def test_strangers_are_turned_away() -> None:
         one.close()
 
 
-@pytest.mark.slow
+def launched(path: Path, *options: str) -> subprocess.Popen[bytes]:
+    """`mlx.launch -n 2 segtrain sft ...` in a group of its own, as a shell would start it; its output is in launch.log.
+
+    Its standard input stays open: mlx.launch waits for it busily once it is at its end.
+    """
+    launch = [str(LAUNCH), "-n", "2", "--backend", "ring", "--starting-port", str(adjacent_ports(2)), "--"]
+    with (path.parent / "launch.log").open("ab") as log:
+        return subprocess.Popen(
+            launch + tiny_run.command("sft", path, *options),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=tiny_run.ENVIRONMENT,
+            cwd=tiny_run.ROOT,
+            start_new_session=True,
+        )
+
+
+def finished(process: subprocess.Popen[bytes]) -> int:
+    """The launcher's exit code; what it started ends with it."""
+    try:
+        return process.wait(2 * LIMIT)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
 @pytest.mark.skipif(not LAUNCH.exists(), reason="mlx.launch isn't beside this Python")
 def test_through_mlx_launch(folder: Path, sft_alone: Path) -> None:
     path = recipe_file(folder, "launched", "sft", 1)
-    port = str(free_ports(1)[0])
-    launch = [str(LAUNCH), "-n", "2", "--backend", "ring", "--starting-port", port, "--"]
-    done = subprocess.run(
-        launch + tiny_run.command("sft", path),
-        input="",
-        capture_output=True,
-        text=True,
-        timeout=3 * LIMIT,
-        env=tiny_run.ENVIRONMENT,
-        cwd=tiny_run.ROOT,
-    )
-    assert done.returncode == 0, done.stderr
+    assert finished(launched(path)) == 0, (path.parent / "launch.log").read_text()
     assert difference(sft_alone, path.parent / "run") <= 1e-6
-    shutil.rmtree(path.parent)
+    assert_same_metrics(path.parent / "run", sft_alone)
+
+
+@pytest.mark.skipif(not LAUNCH.exists(), reason="mlx.launch isn't beside this Python")
+def test_ctrl_c_and_resume_through_mlx_launch(folder: Path) -> None:
+    """Ctrl-C goes to the launcher and to both ranks: they save together; the resumed run ends as one process would."""
+    changes = {"train__steps": 30, "output__save_every": 10, "output__eval_every": 15}
+    one = alone(folder, "alone-long", "sft", **changes)
+    path = recipe_file(folder, "ctrl-c", "sft", 1, **changes)
+    process = launched(path)
+    wait_for(said(path.parent / "run" / "metrics.jsonl", '"step": 3,'), "three updates")
+    os.killpg(process.pid, signal.SIGINT)
+    finished(process)
+    found, notices = checkpoint.newest(path.parent / "run")
+    assert found is not None
+    assert not notices
+    assert 3 <= found.step < 30
+    assert found.step == tiny_run.lines(path.parent / "run")[-1]["step"]
+    assert finished(launched(path, "--resume")) == 0, (path.parent / "launch.log").read_text()
+    assert difference(one, path.parent / "run") <= 1e-6
+    assert_same_metrics(path.parent / "run", one)
