@@ -257,7 +257,8 @@ def _started(event: RunStarted, width: int) -> list[Text]:
         f"({clean(event.model_type)}, {event.layers} layers)",
         f"training {sizes} ({share:.2g} %)",
     ]
-    steps = f"steps {event.first_step + 1:,} to {event.steps:,}"
+    left = event.first_step < event.steps
+    steps = f"steps {event.first_step + 1:,} to {event.steps:,}" if left else f"all {event.steps:,} steps done"
     head = wrapped(event.command, pieces, width)
     return [
         *_styled(head, "bold", len(event.command)),

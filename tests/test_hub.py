@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_run
@@ -13,7 +14,9 @@ from huggingface_hub import constants
 
 from segtrain import hub
 from segtrain.data import arrow
+from segtrain.data.tokenizer import load_tokenizer
 from segtrain.errors import UserError
+from segtrain.memory import source
 from segtrain.models.load import load
 
 
@@ -85,6 +88,17 @@ def test_a_model_without_network(request: pytest.FixtureRequest, network: str) -
     begun = time.monotonic()
     with pytest.raises(UserError, match=r"hub can't be reached.*owner/no-such-model; give a local path"):
         load("owner/no-such-model")
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize("network", ["no_network", "silent_network"])
+@pytest.mark.parametrize("read", [load_tokenizer, source.find], ids=["tokenizer", "config.json"])
+def test_a_part_of_a_model_without_network(request: pytest.FixtureRequest, network: str, read: Any) -> None:
+    """As `check` and `plan-segments` read it."""
+    request.getfixturevalue(network)
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=r"hub can't be reached.*owner/no-such-model; give a local path"):
+        read("owner/no-such-model")
     assert time.monotonic() - begun < 10
 
 

@@ -132,6 +132,11 @@ def test_the_evaluation_before_training_is_shown_beside_the_best():
     assert "best eval loss 1.5000 at step 10 (3.2500 before training)" in text
 
 
+def test_a_finished_run_that_is_resumed_counts_no_step_backwards():
+    assert "all 25 steps done" in rendered([started(25, first_step=25)])
+    assert "steps 25 to 25" in rendered([started(25, first_step=24)])
+
+
 def test_a_run_that_stopped_before_its_first_step_claims_no_checkpoint():
     stopped = RunEnded("interrupted", 0, 7.0, Path("runs/my-run/adapters.safetensors"))
     text = rendered([started(), stopped])

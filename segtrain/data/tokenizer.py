@@ -5,11 +5,13 @@ mlx-lm's `TokenizerWrapper` and the tokenizers of transformers both fit `Tokeniz
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from segtrain.errors import UserError
+from segtrain.hub import advice, hub
 
 
 class Tokenizer(Protocol):
@@ -31,12 +33,15 @@ def load_tokenizer(model: str, trust_remote_code: bool = False) -> Tokenizer:
     from transformers import AutoTokenizer
 
     path = Path(model).expanduser()
-    name = str(path) if path.exists() else model
-    try:
-        return cast(Tokenizer, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code))
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"model {model}: its tokenizer can't be loaded: {first}") from error
+    local = path.exists()
+    with nullcontext("") if local else hub() as unreachable:
+        try:
+            name = str(path) if local else model
+            return cast(Tokenizer, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code))
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = advice(model, unreachable) if unreachable else first
+            raise UserError(f"model {model}: its tokenizer can't be loaded: {reason}") from error
 
 
 class Codec:

@@ -59,13 +59,17 @@ def _fetched(name: str, file: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HFValidationError
 
-    try:
-        return Path(hf_hub_download(name, file))
-    except HFValidationError as error:
-        raise UserError(f"model: there is no directory {name}, and it isn't a hub id (owner/name)") from error
-    except Exception as error:  # no network, gated, missing: the hub client's errors have no common base
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"model: there is no directory {name}, and {file} could not be fetched ({reason})") from error
+    from segtrain.hub import advice, hub
+
+    with hub() as unreachable:
+        try:
+            return Path(hf_hub_download(name, file))
+        except HFValidationError as error:
+            raise UserError(f"model: there is no directory {name}, and it isn't a hub id (owner/name)") from error
+        except Exception as error:  # no network, gated, missing: the hub client's errors have no common base
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = advice(name, unreachable) if unreachable else f"{file} could not be fetched ({reason})"
+            raise UserError(f"model: there is no directory {name}, and {reason}") from error
 
 
 def _indexed_bytes(index: dict[str, Any]) -> int | None:
