@@ -363,7 +363,6 @@ def _left(run: _Run) -> str:
     return "" if run.left is None else f"{duration(run.left)} left"
 
 
-
 def _styled(lines: list[str], style: str, length: int) -> list[Text]:
     """Lines whose first word is set off by a style; without colour they read the same."""
     texts = [Text(line) for line in lines]
