@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny_run
 from processes import ended, said, send, start, wait_for
@@ -197,6 +198,33 @@ def test_a_signal_while_tokenising_leaves_nothing(folder: Path, number: signal.S
     assert ended(process) == 130
     assert not (path.parent / "run").exists()
     assert "Traceback" not in log.read_text()
+
+
+WORKERS = """
+import time, types
+from segtrain.data import batches
+with batches._pool(types.SimpleNamespace(), 2) as submit:
+    for job in [submit([], {}) for _ in range(8)]:
+        job.result()
+    print("ready", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_workers_end_with_a_killed_parent() -> None:
+    """`check` tokenises in several processes; a second signal leaves as abruptly as this."""
+    process = subprocess.Popen([sys.executable, "-c", WORKERS], stdout=subprocess.PIPE, cwd=tiny_run.ROOT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    children = psutil.Process(process.pid).children()
+    assert len(children) >= 2
+    process.kill()
+    _, alive = psutil.wait_procs(children, 20)
+    for child in alive:
+        child.kill()
+    assert not alive
+    process.wait()
+    process.stdout.close()
 
 
 def test_handlers_are_put_back() -> None:

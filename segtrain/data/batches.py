@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -115,8 +116,17 @@ _pipeline: Pipeline | None = None
 def _start(pickled: bytes) -> None:
     global _pipeline
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _pipeline = pickle.loads(pickled)
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed can't stop its workers, and they hold the queue that they wait for open themselves."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _count(rows: list[Raw], readers: dict[str, Reader]) -> Batch:
