@@ -19,7 +19,7 @@ HEAD_CHUNK_BYTES = 512 << 20
 MIN_CHUNK, MAX_CHUNK = 64, 2048
 MLP_ROWS = (4096, 2048, 1024, 512)
 STRIDES = (2, 4, 8)
-KEPT = (0.125, 0.25, 0.5, 0.75)  # shares of the layers
+KEPT = (0.125, 0.25, 0.5, 0.75, 0.875)  # shares of the layers
 
 
 @dataclass(frozen=True)

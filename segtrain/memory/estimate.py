@@ -35,6 +35,8 @@ WIDENED = 1.5  # hidden-sized arrays that a norm of half-precision inputs keeps,
 ROUTED = 2  # hidden-sized arrays of each expert that a token goes to, in both
 HIDDEN, POST_NORM = 4, 2  # hidden-state-sized residuals of a layer, and of its post-norms
 HIDDEN_TEMPORARIES = 4
+KEPT_RUN_AHEAD = 0.65  # of a segment whose products are kept, on any backend
+HELD_LAYERS = 4  # command buffers in flight are few, however long a segment
 FORWARD = 4  # chunks of the MLP in forward are so many times as long (`models.tokenwise`)
 TILES = 8  # of scores, at work at a time in block-wise attention
 LOGIT_BYTES = {4: 8, 2: 13}  # by bytes of the activations' dtype
@@ -253,7 +255,7 @@ class Estimator:
         for number in range(len(groups) - 1, -1, -1):
             for place in range(len(groups[number]) - 1, -1, -1):
                 segment = groups[number][place]
-                live = self._live(segment, rows, plan) * self._at_once(plan)
+                live = self._live(segment, rows, plan, kept=segment.start >= kept_from) * self._at_once(plan)
                 # What a kept segment remembers is among its residuals.
                 kept = sum(self._products(i, rows, plan) for i in range(kept_from, segment.start))
                 yield (
@@ -274,18 +276,24 @@ class Estimator:
         wide = sum(x.outputs for x in layer.linears if not x.experts and x.name not in names)
         return float(rows * self.model.dtype_bytes * wide)
 
-    def _live(self, segment: range, rows: int, plan: Plan) -> float:
-        """Bytes of one segment's backward."""
+    def _live(self, segment: range, rows: int, plan: Plan, *, kept: bool = False) -> float:
+        """Bytes of one segment's backward. Where the products are kept, none of forward's are in flight."""
         held = sum(self.residuals(i, rows, plan.mlp_rows, compiled=plan.compiled) for i in segment)
         made = max(self.temporaries(i, rows, plan.mlp_rows) for i in segment) * (
             self.backend.fused if plan.compiled else 1.0
         )
-        return held + made + self._dense(segment, plan) + self._done_with(rows, plan)
+        if kept:
+            made *= min(1.0, KEPT_RUN_AHEAD / self.backend.run_ahead)
+        return held + made + self._dense(segment, plan) + self._done_with(segment, rows, plan)
 
-    def _done_with(self, rows: int, plan: Plan) -> float:
-        """Bytes that wait for their command buffer's end, where the limit doesn't make the device wait for them."""
+    def _done_with(self, segment: range, rows: int, plan: Plan) -> float:
+        """Bytes that wait for their command buffer's end, where the limit doesn't make the device wait for them.
+
+        A single layer with a whole MLP has none: its own arrays fill the buffers.
+        """
         chunked = plan.mlp_rows is not None and plan.mlp_rows < rows
-        return 0.0 if plan.tight or not chunked else self.backend.held * self.boundary(rows)
+        layers = 0 if plan.tight else len(segment) - (not chunked)
+        return self.backend.held * self.boundary(rows) * min(layers, HELD_LAYERS)
 
     def _at_once(self, plan: Plan) -> int:
         """Segments whose temporaries are live together."""
@@ -295,7 +303,7 @@ class Estimator:
         """Bytes of one segment's forward pass: what one layer makes."""
         chunk = None if plan.mlp_rows is None else FORWARD * plan.mlp_rows
         widest = max(self._made(i, rows, chunk, compiled=plan.compiled) for i in segment)
-        return widest * self._at_once(plan) + self._dense(segment, plan) + self._done_with(rows, plan)
+        return widest * self._at_once(plan) + self._dense(segment, plan) + self._done_with(segment, rows, plan)
 
     def _made(self, i: int, rows: int, chunk: int | None, *, compiled: bool) -> float:
         """Bytes that layer `i`'s forward pass makes, its MLP in chunks."""

@@ -81,7 +81,8 @@ class Timer:
             forwards = 1.0
             recomputed = 0.0  # the share of the products that is computed again
             if plan.backward == "segmented" and i >= self.lowest:
-                recomputed = (0.0 if i >= count - plan.keep else 1.0) + (plan.stride - 1) / plan.stride
+                kept = 1.0 if i >= count - plan.keep else 0.0
+                recomputed = (1.0 - kept) * self._again(layer, plan, rows) + (plan.stride - 1) / plan.stride
                 forwards += 1 + (plan.stride - 1) / plan.stride
             chunked = plan.mlp_rows is not None and rows > plan.mlp_rows and i >= self.lowest
             if chunked and plan.mlp_rows:
@@ -91,6 +92,18 @@ class Timer:
         edges = 0 if plan.backward == "full" else -(-count // plan.segment_size)
         mean = 2.0 * sum(map(_active, self.model.layers)) / count
         return total + edges * EDGE_TOKENS * mean
+
+    def _again(self, layer: Layer, plan: Plan, rows: int) -> float:
+        """The share of a layer's products that its segment's backward computes again.
+
+        Nothing needs the last product of a segment's last layer; an MLP in chunks runs again in each chunk's backward.
+        """
+        active = max(1, _active(layer))
+        last = sum(x.inputs * x.outputs * (layer.routed if x.experts else 1) for x in layer.linears[-1:])
+        share = 1.0 - last / active / plan.segment_size
+        if plan.mlp_rows is not None and plan.mlp_rows < rows and not layer.routed:
+            share += (_mlp_weights(layer) - last) / active * (1 - 1 / plan.segment_size)
+        return share
 
     def _attention(self, layer: Layer, rows: int) -> float:
         a = layer.attention
