@@ -10,8 +10,8 @@
 Shapes: q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv].
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
@@ -20,7 +20,8 @@ from segtrain.attention_band import band, padded_rows, window_mask
 from segtrain.attention_blocks import Blocks
 from segtrain.attention_reference import reference, visibility
 
-__all__ = ["BACKENDS", "Backend", "Call", "Kind", "align", "attend", "backend", "choose", "reference", "visibility"]
+__all__ = ["BACKENDS", "Backend", "Call", "Kind", "align", "attend", "backend", "choose", "follow", "reference"]
+__all__ += ["steered", "visibility"]
 
 Kind: TypeAlias = Literal["fused", "band", "blocks", "dense"]
 
@@ -105,11 +106,36 @@ class Call:
         return self.batch * self.heads * self.rows * self.keys * self.dtype.size
 
 
+_steered: dict[str, Backend] = {}
+
+
 def backend() -> Backend:
-    """The table's row for the default device."""
-    if mx.default_device() == mx.Device(mx.cpu):
-        return BACKENDS["cpu"]
-    return BACKENDS["metal" if mx.metal.is_available() else "cuda"]
+    """The table's row for the default device, as `follow` has changed it."""
+    cpu = mx.default_device() == mx.Device(mx.cpu)
+    name = "cpu" if cpu else "metal" if mx.metal.is_available() else "cuda"
+    return _steered.get(name, BACKENDS[name])
+
+
+def follow(choices: Mapping[str, Any]) -> None:
+    """Compute attention on the default device as `segtrain bench` measured is best there; {}: as the table says."""
+    name = backend().name
+    _steered[name] = steered(BACKENDS[name], choices)
+
+
+def steered(rows: Backend, choices: Mapping[str, Any]) -> Backend:
+    """`rows` changed by a measurement of the fused kernel's backward, against blocks and the memory of all scores.
+
+    Where it lost, nothing is fused. Where it won, it is taken for the head dim and dtype that were measured, which the
+    table may not have.
+    """
+    match choices.get("attention"):
+        case "blocks":
+            return replace(rows, head_dims=frozenset())
+        case "fused" if isinstance(dim := choices.get("attention_dim"), int):
+            dtypes = [x for x in (*_HALF, mx.float32) if str(x).endswith(f".{choices.get('attention_dtype')}")]
+            if not rows.head_dims:  # else what is known of other dtypes would be claimed for this dim, and vice versa
+                return replace(rows, head_dims=frozenset({dim}), dtypes=tuple(dtypes))
+    return rows
 
 
 def align(rows: Backend | None = None) -> int:

@@ -145,8 +145,13 @@ def _attention(report: Report, size: Size) -> None:
     blocks_time, _ = _timed(report, "attention, blocks", step(blocks))
     bounded = fused_peak < scores
     report.results[0]["note"] = "bounded" if bounded else "holds all scores"
-    report.choices["attention"] = "fused" if bounded and fused_time < blocks_time else "blocks"
-    report.choices["fused_is_bounded"] = bounded
+    report.choices |= attention_choice(bounded, fused_time, blocks_time, dim, str(dtype).rsplit(".", 1)[-1])
+
+
+def attention_choice(bounded: bool, fused: float, blocks: float, dim: int, dtype: str) -> dict[str, Any]:
+    """What `attention.steered` and the estimate read: fused only where it is bounded in memory and not slower."""
+    kind = "fused" if bounded and fused <= blocks else "blocks"
+    return {"attention": kind, "attention_dim": dim, "attention_dtype": dtype, "fused_is_bounded": bounded}
 
 
 def _engine(report: Report, size: Size) -> None:

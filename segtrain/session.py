@@ -7,12 +7,14 @@ from typing import Any, Literal, TypeAlias
 import mlx.core as mx
 
 from segtrain import losses
-from segtrain.attention import align, backend
+from segtrain.attention import align, backend, follow
 from segtrain.data.rows import PreferenceRow, Row
 from segtrain.engine import Backward, FullBackward, Meter, SegmentedBackward, no_meter
 from segtrain.errors import UserError
 from segtrain.layouts import Layout, padded, pair, shared_prefix, single
 from segtrain.lora import Lora, attach
+from segtrain.memory import machine
+from segtrain.memory.backends import BACKENDS
 from segtrain.memory.plan import Plan
 from segtrain.models.load import Loaded
 from segtrain.models.quantized_check import check_quantized_products
@@ -90,6 +92,7 @@ def open_session(recipe: Recipe, loss: LossName, loaded: Loaded) -> Session:
     Raises UserError for what the recipe or the model can't do, RunFailed where mlx's quantised products are wrong here.
     """
     check_quantized_products(loaded.model)
+    follow(machine.measured(BACKENDS[backend().name]))  # type: ignore[index]
     lo_hi = recipe.lora.layer_range(len(loaded.model.layers))
     targets: str | Sequence[str] = recipe.lora.targets
     try:

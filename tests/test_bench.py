@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
-from segtrain import bench
-from segtrain.memory import machine
+from segtrain import attention, bench
+from segtrain.memory import machine, shapes
 from segtrain.memory.backends import BACKENDS
 from segtrain.memory.timing import DEFAULTS
 
@@ -69,3 +70,52 @@ def test_compiled_segments_follow_the_table_unless_measured() -> None:
     assert not machine.compiles(BACKENDS["cpu"])
     wrote(choices={"compiled": 0.9})
     assert machine.compiles(BACKENDS["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("bounded", "fused", "blocks", "kind"),
+    [(True, 1.0, 2.0, "fused"), (True, 2.0, 1.0, "blocks"), (False, 1.0, 2.0, "blocks"), (True, 1.0, 1.0, "fused")],
+)
+def test_fused_attention_must_be_bounded_and_not_slower(bounded: bool, fused: float, blocks: float, kind: str) -> None:
+    assert bench.attention_choice(bounded, fused, blocks, 64, "float32")["attention"] == kind
+
+
+FUSED = bench.attention_choice(True, 1.0, 2.0, 64, "float32")
+BLOCKS = bench.attention_choice(False, 1.0, 2.0, 64, "float32")
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "metal"])
+@pytest.mark.parametrize("choices", [{}, FUSED, BLOCKS, {"attention": "fused"}, {"attention": 3}])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 128])
+def test_the_measurement_steers_attention_and_its_estimate(
+    name: Any, choices: dict[str, Any], dim: int, dtype: str, window: int | None
+) -> None:
+    """What was measured as lost is never fused; what won on a backend without a fused kernel in the table is."""
+    wrote(backend=name, choices=choices)
+    row = attention.steered(attention.BACKENDS[name], choices)
+    call = attention.Call(8, 1024, 1024, dim, dim, getattr(mx, dtype), window=window)
+    kind, before = attention.choose(row, call), attention.choose(attention.BACKENDS[name], call)
+    if choices is BLOCKS:
+        assert kind == "blocks"
+    elif choices is FUSED and name == "cpu" and window is None:
+        assert kind == ("fused" if (dim, dtype) == (64, "float32") else "blocks")
+    else:
+        assert kind == before
+    mine = shapes.Attention(8, 2, dim, dim, window)
+    if not (choices is FUSED and name == "cpu" and dtype == "bfloat16"):  # the estimate calls any half precision fused
+        assert machine.steered(BACKENDS[name]).attention_kind(mine, 1024, shapes.BYTES[dtype]) == kind
+
+
+def test_the_measurement_is_followed_by_this_device() -> None:
+    q = mx.random.normal((1, 2, 8, 64))
+    try:
+        attention.follow(FUSED)
+        assert attention.backend().head_dims == {64}
+        fused = attention.attend(q, q, q, scale=0.125)
+        attention.follow({})
+        assert attention.backend() == attention.BACKENDS[attention.backend().name]
+        assert mx.allclose(fused, attention.attend(q, q, q, scale=0.125), atol=1e-5)
+    finally:
+        attention.follow({})

@@ -44,6 +44,19 @@ def measured(backend: Backend) -> Mapping[str, Any]:
     return choices if isinstance(choices, dict) else {}
 
 
+def steered(backend: Backend) -> Backend:
+    """`backend` with attention as measured here: the same rule as `segtrain.attention.steered` (a test compares)."""
+    choices = measured(backend)
+    match choices.get("attention"):
+        case "blocks":
+            return replace(backend, head_dims=frozenset())
+        case "fused" if isinstance(dim := choices.get("attention_dim"), int) and not backend.head_dims:
+            return replace(
+                backend, head_dims=frozenset({dim}), float32_fused=choices.get("attention_dtype") == "float32"
+            )
+    return backend
+
+
 def speed(backend: Backend) -> Speed:
     """The time model's factors: measured ones where there are, the table's otherwise."""
     choices, default = measured(backend), DEFAULTS[backend.name]

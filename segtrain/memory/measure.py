@@ -6,10 +6,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from segtrain import layouts, losses
+from segtrain import attention, layouts, losses
 from segtrain import lora as lora_module
 from segtrain.engine import Backward
 from segtrain.layouts import Layout
+from segtrain.memory import machine
 from segtrain.memory.choose import Chooser
 from segtrain.memory.meter import GIB, Meter
 from segtrain.memory.plan import Plan
@@ -26,6 +27,7 @@ WARM_UP = 16  # tokens of the row that compiles kernels and is not measured
 def measured_step(recipe: Recipe | None, name: str, found: Preview, row: RowShape, chooser: Chooser) -> Preview:
     """`found` with what one step on `row` by its recommended plan (or the leanest one) took."""
     loaded = load(name, trust_remote_code=bool(recipe and recipe.trust_remote_code))
+    attention.follow(machine.measured(chooser.estimator.backend))
     plan = _plan(found) or chooser.leanest(row).plan
     lines: list[dict[str, Any]] = []
     backward = _backward(

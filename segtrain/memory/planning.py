@@ -17,7 +17,7 @@ from segtrain.engine import Backward
 from segtrain.errors import RunFailed
 from segtrain.events import Event, Memory, Notice, PlanChosen
 from segtrain.layouts import Layout
-from segtrain.memory import choices, rows, shapes
+from segtrain.memory import choices, machine, rows, shapes
 from segtrain.memory.backends import BACKENDS, Backend, with_buffers
 from segtrain.memory.choose import Chooser, Option, longest
 from segtrain.memory.device import MARGIN, default_budget
@@ -91,7 +91,7 @@ class Planner:
 
     def __init__(self, session: Session, meter: Meter, backend: Backend | None = None):
         self.session, self.meter = session, meter
-        self.backend = backend or with_buffers(BACKENDS[attention.backend().name], os.environ)  # type: ignore[index]
+        self.backend = backend or _backend()
         engine = session.recipe.engine
         self.budget = engine.budget_bytes or _device_budget(self.backend)
         self.chooser = _chooser(session, self.backend)
@@ -198,6 +198,12 @@ class Planner:
             prompt_share=self.prompt_share,
         )
         return choices.aligned(row, self.backend)
+
+
+def _backend() -> Backend:
+    """That of the default device, with the environment's command buffers and attention as measured."""
+    row = BACKENDS[attention.backend().name]  # type: ignore[index]
+    return machine.steered(with_buffers(row, os.environ))
 
 
 def _device_budget(backend: Backend) -> int:

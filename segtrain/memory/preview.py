@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from segtrain.errors import UserError
-from segtrain.memory import choices, shapes
+from segtrain.memory import choices, machine, shapes
 from segtrain.memory.backends import Backend, here
 from segtrain.memory.choose import Chooser, Option, longest, preferred, sizes
 from segtrain.memory.device import default_budget
@@ -62,7 +62,7 @@ def preview(
     source = find(name)
     refuse(source.config)
     shape = shapes.read(source.config)
-    backend = here()
+    backend = machine.steered(here())
     limit = _budget(recipe, budget, backend)
     chooser = choices.chooser(shape, backend, recipe, resident=source.weights)
     _require_room(chooser, limit, name)
