@@ -133,6 +133,7 @@ def test_evaluated_rows_are_no_part_of_a_steps_prediction(folder: Path, monkeypa
     long = tiny_run.text(random.Random(0), 50, 50)
     (folder / "long-valid.jsonl").write_text(json.dumps({"prompt": "w1", "completion": long}) + "\n")
     changes = {"output__eval_every": 5, "train__steps": 1, "data__valid": str(folder / "long-valid.jsonl")}
+    monkeypatch.setattr("segtrain.memory.planning.QUIET_BYTES", 0)
     events, _ = run(folder, "watched", **changes)
     (notice,) = [event.text for event in of(events, Notice) if event.text.startswith("memory at")]
     assert f"memory at {of(events, TrainStep)[0].tokens} tokens" in notice
