@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -205,7 +205,8 @@ class Worker:
         self.ranks = distributed.join()
         model, self.args = floor.build(shape, 0, "float32" if shape == "tiny" else "bfloat16")
         self.lora = lora.attach(model, rank=8, scale=20.0)
-        self.engine = SegmentedBackward(LayerStack(model), self.lora, losses.sft, segment_size=1, head_chunk=1024)
+        stack, options = LayerStack(model), {"head_chunk": 1024, "compiled": True, "lookahead": 1}
+        self.engine = SegmentedBackward(stack, self.lora, losses.sft, **options)
         self.optimizer = optimizers.Adam(1e-5)
         self.optimizer.init(self.lora.values())
         self.base = mx.get_active_memory()
@@ -371,7 +372,7 @@ def main() -> None:
         work(options.work[0], int(options.work[1]), int(options.work[2]))
         return
     backend, begun = "ring" if options.small else "nccl", time.monotonic()
-    head = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "machine": platform.platform(),
+    head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": platform.platform(),
             "versions": {name: version(name) for name in ("mlx", "mlx-lm")}, "backend": backend}  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -386,14 +387,15 @@ def main() -> None:
             "lost": lambda: [lost(folder, backend, rank) for rank in (1, 0)],
         }
         lines = []
-        for name in options.parts.split(","):
-            found = parts[name]()
-            lines += found
-            print("\n".join(map(summary, found)), flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    with options.out.open("a") as out:
-        for line in [{**head, "seconds": round(time.monotonic() - begun, 1)}, *lines]:
-            out.write(json.dumps(line) + "\n")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        with options.out.open("a") as out:
+            out.write(json.dumps(head) + "\n")
+            for name in options.parts.split(","):
+                found = parts[name]()
+                lines += found
+                print("\n".join(map(summary, found)), flush=True)
+                out.writelines(json.dumps(line) + "\n" for line in found)
+                out.flush()
     print(f"{sum(line['ok'] for line in lines)} of {len(lines)} ok in {time.monotonic() - begun:.0f} s")
     sys.exit(0 if all(line["ok"] for line in lines) else 1)
 

@@ -42,7 +42,7 @@ class Ranks:
     def sum(
         self, arrays: Mapping[str, mx.array], numbers: Sequence[float] = ()
     ) -> tuple[dict[str, mx.array], list[float]]:
-        """Elementwise sums over all ranks, in one exchange. Every rank must bring the same names and shapes.
+        """Elementwise sums over all ranks, in one exchange. Every rank must bring the same names, in any order, and shapes.
 
         Arrays are summed in float32. Numbers travel exactly, each rank's in a place of its own, and are summed by rank.
         Raises RunFailed when a rank is gone.
@@ -51,12 +51,14 @@ class Ranks:
             return dict(arrays), [float(x) for x in numbers]
         places = np.zeros((self.size, len(numbers), PIECES), np.float32)
         places[self.rank] = [_pieces(float(x)) for x in numbers] or np.zeros((0, PIECES))
-        parts = [array.astype(mx.float32).reshape(-1) for array in arrays.values()]
+        names = sorted(arrays)  # ranks whose rows had different plans made their gradients in different orders
+        parts = [arrays[name].astype(mx.float32).reshape(-1) for name in names]
         flat = self._all_sum(mx.concatenate([*parts, mx.array(places.reshape(-1))]))
         summed, at = {}, 0
-        for name, array in arrays.items():
-            summed[name] = mx.contiguous(flat[at : at + array.size]).reshape(array.shape)
-            at += array.size
+        for name in names:
+            size = arrays[name].size
+            summed[name] = mx.contiguous(flat[at : at + size]).reshape(arrays[name].shape)
+            at += size
         mx.eval(summed)
         found = np.array(flat[at:]).astype(np.float64).reshape(places.shape).sum(axis=2)
         return summed, [sum(float(x) for x in column) for column in found.T]

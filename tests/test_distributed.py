@@ -162,6 +162,22 @@ def test_ranks_with_different_recipes_are_refused(folder: Path) -> None:
     assert "the recipe of rank 1 isn't that of rank 0" in (folder / "recipe-0" / "log").read_text()
 
 
+def test_arrays_are_summed_by_name_whatever_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks whose rows had different plans make their gradients in different orders."""
+    arrays = {"b": mx.array([1.0, 2.0]), "a": mx.array([[3.0], [4.0]])}
+    sent: list[mx.array] = []
+
+    def exchange(_: Ranks, array: mx.array) -> mx.array:
+        sent.append(array)
+        return array if len(sent) == 1 else sent[0] + sent[1]
+
+    monkeypatch.setattr(Ranks, "_all_sum", exchange)
+    Ranks(0, 2).sum(arrays, [0.5])
+    summed, numbers = Ranks(1, 2).sum(dict(reversed(arrays.items())), [0.25])
+    assert {name: array.tolist() for name, array in summed.items()} == {"b": [2.0, 4.0], "a": [[6.0], [8.0]]}
+    assert numbers == [0.75]
+
+
 def test_a_group_of_one_exchanges_nothing() -> None:
     ranks = Ranks()
     arrays, numbers = ranks.sum({"a": mx.array([1.0])}, [0.1])
