@@ -8,6 +8,7 @@ corruption is found and the checkpoint before it is used instead.
 One process at a time may write (the run directory's lock); reading needs none.
 """
 
+import contextlib
 import hashlib
 import io
 import json
@@ -126,7 +127,9 @@ def clean(run_dir: Path) -> None:
             os.rename(path, original)
     for prefix in (WRITING, REPLACED, REMOVED):
         for path in _hidden(run_dir, prefix):
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)  # a directory; anything else wasn't made here
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def _hidden(run_dir: Path, prefix: str) -> list[Path]:
@@ -170,7 +173,7 @@ def load(path: Path) -> Checkpoint:
     try:
         adapters, optimizer = read_tensors(path / ADAPTERS), read_tensors(path / OPTIMIZER)
         config = json.loads((path / CONFIG).read_text())
-    except (RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError) as error:  # a RecursionError is a RuntimeError
         raise Unreadable(f"{path}: {error}") from error
     return Checkpoint(path, manifest["step"], adapters, config, optimizer, manifest["state"])
 
@@ -181,13 +184,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text())
         own = manifest.pop("sha256")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Unreadable(f"{file} can't be read ({error})") from error
     if own != _hash(manifest):
         raise Unreadable(f"{file} is damaged: its content doesn't have the hash that it names")
     if manifest.get("format") != FORMAT:
         raise Unreadable(f"{file} has format {manifest.get('format')}; this version reads {FORMAT}")
-    if set(manifest.get("files", ())) != {ADAPTERS, CONFIG, OPTIMIZER}:
+    files = manifest.get("files")
+    listed = isinstance(files, dict) and all(isinstance(record, dict) for record in files.values())
+    if not listed or set(files) != {ADAPTERS, CONFIG, OPTIMIZER}:
         raise Unreadable(f"{file} doesn't list the files of a checkpoint")
     return manifest
 
@@ -229,19 +234,17 @@ def _hash(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def prune(run_dir: Path, keep: int, best: int | None = None) -> list[str]:
+def prune(run_dir: Path, keep: int, best: int | None = None, last: int | None = None) -> list[str]:
     """Remove all but the `keep` newest checkpoints, the one of step `best`, and the newest complete one.
 
+    Those after step `last` are left alone and don't count: a run that goes on from an earlier step found them damaged.
     Returns a notice for each that couldn't be removed.
     """
-    found = steps(run_dir)
-    kept = set(found[len(found) - keep :]) if keep < len(found) else set(found)
-    newest_complete = newest_path(run_dir)
-    kept |= {best} if best is not None else set()
+    found = [step for step in steps(run_dir) if last is None or step <= last]
+    kept = {best, *(found[len(found) - keep :] if keep < len(found) else found)}
+    kept.add(next((step for step in reversed(found) if _complete(directory(run_dir, step))), None))
     notices = []
     for path in [directory(run_dir, step) for step in found if step not in kept]:
-        if path == newest_complete:
-            continue
         removed = path.with_name(f"{REMOVED}{path.name}")
         try:
             os.rename(path, removed)  # so that half a removal never looks like a checkpoint
@@ -256,7 +259,7 @@ def _complete(path: Path) -> bool:
     try:
         files = read_manifest(path)["files"]
         return all((path / name).stat().st_size == record["bytes"] for name, record in files.items())
-    except (Unreadable, OSError):
+    except (Unreadable, OSError, KeyError):
         return False
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from segtrain import adapters, checkpoint
 from segtrain.data import Data
 from segtrain.distributed import Ranks
-from segtrain.errors import UserError
+from segtrain.errors import RunFailed, UserError
 from segtrain.events import Event, Notice, Saved
 from segtrain.fingerprint import model_fingerprint
 from segtrain.optim import Optimizer
@@ -58,8 +58,7 @@ class Keeper:
         checkpoint.write_adapters(self.directory, params, config)
         if state.best_step == state.step:
             self.run.set_best(path)
-        notices = checkpoint.prune(self.directory, keep=self.recipe.output.keep_checkpoints, best=state.best_step)
-        yield from (Notice(text, "warning") for text in notices)
+        yield from (Notice(text, "warning") for text in self._prune(state))
         yield Saved(state.step, path)
 
     def newest(self) -> tuple[checkpoint.Checkpoint | None, list[str]]:
@@ -78,10 +77,13 @@ class Keeper:
         found.check({name: (tuple(value.shape), value.dtype) for name, value in lora.values().items()})
         lora.set(found.adapters)
         self.optimizer.load_state_dict(found.optimizer)
-        self.data.train.load_state_dict(found.state["data"])
-        state = RunState.from_json(found.state["progress"])
+        try:
+            self.data.train.load_state_dict(found.state["data"])
+            state, position = RunState.from_json(found.state["progress"]), dict(found.state["run"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RunFailed(f"{found.path} wasn't written by this version of segtrain ({error!r})") from error
         if self.run:
-            self.run.rewind(found.state["run"])
+            self.run.rewind(position)
             self._complete(found, state)
         return state
 
@@ -89,8 +91,13 @@ class Keeper:
         """What a kill right after the checkpoint kept from being written."""
         assert self.run is not None
         checkpoint.write_adapters(self.directory, found.adapters, found.adapter_config)
+        self.run.notices += self._prune(state)
         if state.best_step is not None and checkpoint.directory(self.directory, state.best_step).is_dir():
             self.run.set_best(checkpoint.directory(self.directory, state.best_step))
+
+    def _prune(self, state: RunState) -> list[str]:
+        keep = self.recipe.output.keep_checkpoints
+        return checkpoint.prune(self.directory, keep, best=state.best_step, last=state.step)
 
     def _state(self, state: RunState) -> dict[str, Any]:
         assert self.run is not None

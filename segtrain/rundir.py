@@ -41,6 +41,8 @@ class RunDirectory:
     def __init__(self, path: Path | str, overwrite: bool = False, resume: bool = False):
         if overwrite and resume:
             raise UserError("--overwrite and --resume exclude each other; keep one")
+        if "\0" in str(path):
+            raise UserError(f"output.dir {str(path)!r} can't be a directory's name; give another one")
         self.path = Path(path)
         self.resume = resume
         self.notices: list[str] = []
@@ -51,8 +53,8 @@ class RunDirectory:
         self._lock: BinaryIO | None = None
 
     def __enter__(self) -> "RunDirectory":
-        self._refuse_existing()
         try:
+            self._refuse_existing()
             self._created = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._locked()

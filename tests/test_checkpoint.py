@@ -26,6 +26,9 @@ from segtrain.errors import RunFailed
 CALLS = [(os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (builtins, "open"), (mx, "save_safetensors")]
 
 
+ALL = ("adapters.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json")
+
+
 @pytest.fixture(autouse=True)
 def plain_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     """macOS has a call of its own; here it is fsync everywhere, which the tests watch."""
@@ -324,6 +327,28 @@ def test_half_a_replacement_is_undone(tmp_path: Path) -> None:
     assert is_whole(tmp_path, 3)
 
 
+@pytest.mark.parametrize("text", ["[]", "[" * 100_000, "{}", '{"sha256": 3}', "\x00"])
+def test_a_manifest_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    path = stored(tmp_path, 1)
+    (path / "state.json").write_text(text)
+    with pytest.raises(checkpoint.Unreadable, match=r"state\.json"):
+        checkpoint.load(path)
+    assert checkpoint.newest_path(tmp_path) is None
+
+
+@pytest.mark.parametrize("files", [3, {}, [ALL[0]], dict.fromkeys(ALL[:3], 3), {name: {} for name in ALL[:3]}])
+def test_a_manifest_whose_files_are_odd_is_refused(files: Any, tmp_path: Path) -> None:
+    """Its own hash is right: somebody wrote it so."""
+    path = stored(tmp_path, 1)
+    manifest = json.loads((path / "state.json").read_text())
+    del manifest["sha256"]
+    manifest["files"] = files
+    (path / "state.json").write_text(json.dumps({**manifest, "sha256": checkpoint._hash(manifest)}))
+    with pytest.raises(checkpoint.Unreadable):
+        checkpoint.load(path)
+    assert checkpoint.newest_path(tmp_path) is None
+
+
 def test_a_manifest_that_names_other_files_is_refused(tmp_path: Path) -> None:
     path = stored(tmp_path, 1) / "state.json"
     manifest = json.loads(path.read_text())
@@ -394,6 +419,16 @@ def test_prune_keeps_the_newest_complete_one_beside_damaged_newer_ones(tmp_path:
         (directory(tmp_path, step) / "optimizer.safetensors").unlink()
     prune(tmp_path, 1)
     assert checkpoint.steps(tmp_path) == [2, 4]
+
+
+def test_prune_leaves_what_comes_after_the_step_that_a_run_stands_at(tmp_path: Path) -> None:
+    """Step 7 has its size but a flipped bit; the run went on from 4. Without `last` the good ones would go."""
+    for step in (3, 4, 5, 7):
+        stored(tmp_path, step)
+    prune(tmp_path, keep=1, last=5)
+    assert checkpoint.steps(tmp_path) == [5, 7]
+    prune(tmp_path, keep=1)
+    assert checkpoint.steps(tmp_path) == [7]
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

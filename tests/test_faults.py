@@ -1,5 +1,6 @@
 """Kills, full disks, damaged files: nothing saved is lost, and a resumed run ends as if nothing had happened."""
 
+import json
 import os
 import random
 import shutil
@@ -8,14 +9,16 @@ import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_run
 from processes import ended, start
 
 from segtrain import checkpoint
-from segtrain.events import Notice
-from segtrain.recipe import load_recipe
+from segtrain.errors import RunFailed
+from segtrain.events import Event, Notice
+from segtrain.recipe import Recipe, load_recipe
 from segtrain.trainer import Trainer
 
 STEPS = 8
@@ -127,6 +130,59 @@ def test_all_checkpoints_damaged(folder: Path, whole: dict[str, object]) -> None
     assert sum("skipped" in text for text in notices) == 2
     assert any("starting from step 0" in text for text in notices)
     assert result == whole["sft"]
+
+
+def test_killed_before_the_last_pruning(
+    folder: Path, whole: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is finished then, and going on with it still removes what the pruning would have removed."""
+    path = recipe_file(folder, folder / "not pruned" / "run")
+
+    def killed(*args: Any, **options: Any) -> list[str]:
+        return prune(*args, **options) if options["last"] < STEPS else []
+
+    prune = checkpoint.prune
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "prune", killed)
+        assert len(trained(path)[0][2]) > len(whole["sft"][2])  # type: ignore[index]
+    assert trained(path, resume=True)[0] == whole["sft"]
+
+
+def test_a_good_checkpoint_outlives_a_damaged_newer_one(folder: Path) -> None:
+    """With `keep_checkpoints: 1`, a run goes on from the one before; it stays until a newer good one is there."""
+    path = recipe_file(folder, folder / "keeps one" / "run")
+    run = folder / "keeps one" / "run"
+    recipe = load_recipe(path, ["output.save_every=3", "output.eval_every=0", "output.keep_checkpoints=2"])
+    list(Trainer(recipe).events())
+    assert checkpoint.steps(run) == [6, 8]
+    damaged(run, 8, "adapters.safetensors")
+    recipe = load_recipe(path, ["output.save_every=7", "output.eval_every=0", "output.keep_checkpoints=1"])
+    events = Trainer(recipe, resume=True).events()
+    for found in ([6, 8], [7, 8], [8]):
+        while checkpoint.steps(run) != found:
+            next(events)
+        newest, _ = checkpoint.newest(run)
+        assert newest is not None
+        events = events if found != [6, 8] else restarted(events, recipe)
+    assert newest.step == 8
+
+
+def restarted(events: Iterator[Event], recipe: Recipe) -> Iterator[Event]:
+    events.close()  # type: ignore[attr-defined]
+    return Trainer(recipe, resume=True).events()
+
+
+@pytest.mark.parametrize("part", ["progress", "data", "run"])
+def test_a_state_of_another_kind_is_one_message(folder: Path, part: str) -> None:
+    """A checkpoint whose hash is right but whose state isn't this version's."""
+    path = recipe_file(folder, folder / f"odd {part}" / "run")
+    trained(path)
+    state = checkpoint.directory(folder / f"odd {part}" / "run", STEPS) / "state.json"
+    manifest = json.loads(state.read_text())
+    del manifest["sha256"], manifest["state"][part]
+    state.write_text(json.dumps({**manifest, "sha256": checkpoint._hash(manifest)}))
+    with pytest.raises(RunFailed, match="wasn't written by this version"):
+        trained(path, resume=True)
 
 
 @pytest.fixture

@@ -123,6 +123,38 @@ def test_overwrite_with_resume_is_refused(tmp_path: Path) -> None:
         RunDirectory(tmp_path, overwrite=True, resume=True)
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "link"])
+def test_a_name_that_cannot_be_is_the_users_error(name: str, tmp_path: Path) -> None:
+    os.symlink("link", tmp_path / "link")  # to itself
+    with pytest.raises(UserError, match=r"give another"), RunDirectory(tmp_path / name):
+        pass
+
+
+def test_a_linked_directory_is_used_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    os.symlink("real", tmp_path / "link")
+    with RunDirectory(tmp_path / "link") as run:
+        run.append_metrics({"event": "train"})
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "metrics.jsonl").exists()
+    with RunDirectory(tmp_path / "link", overwrite=True) as run:
+        run.append_metrics({"event": "eval"})
+    assert (tmp_path / "link").is_symlink()
+    assert "train" not in (tmp_path / "real" / "metrics.jsonl").read_text()
+
+
+def test_overwrite_does_not_follow_links_out_of_the_run(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "step-0000001").write_text("not ours")
+    (tmp_path / "run").mkdir()
+    os.symlink(outside, tmp_path / "run" / "checkpoints")
+    with RunDirectory(tmp_path / "run", overwrite=True) as run:
+        run.append_metrics({"event": "train"})
+    assert (outside / "step-0000001").read_text() == "not ours"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("")
     with pytest.raises(UserError, match="is a file"), RunDirectory(tmp_path / "a"):

@@ -106,6 +106,15 @@ def test_weights_outside_the_model_directory_are_not_read(model: Path, tmp_path:
         load(str(model))
 
 
+@pytest.mark.parametrize("name", ["../model-outside.safetensors", "/etc/passwd", "sub/model.safetensors", ".."])
+def test_an_index_that_names_files_elsewhere_is_refused(model: Path, name: str) -> None:
+    """Though the directory's own weights are complete."""
+    index = {"weight_map": {"model.norm.weight": "model.safetensors", "x": name}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="outside of the directory"):
+        load(str(model))
+
+
 def test_no_secret_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "hf_" + "s3cr3t" * 5
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "SEGTRAIN_ANYTHING"):

@@ -104,7 +104,7 @@ def _config(path: Path, name: str) -> dict[str, Any]:
         raise UserError(f"model: {name} has no config.json, so it isn't a model directory")
     try:
         config = load_config(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"model: {path / 'config.json'} can't be read: {error}") from error
     if not isinstance(config, dict):
         raise UserError(f"model: {path / 'config.json'} isn't a JSON object")
@@ -125,6 +125,8 @@ def _check_weights(path: Path) -> None:
             names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"model: {path / INDEX} can't be read: {error}") from error
+        if outside := sorted(str(name) for name in names if name == ".." or Path(str(name)).name != name):
+            raise UserError(f"model: {path / INDEX} names a file outside of the directory: {outside[0]}")
         if missing := sorted(name for name in names if not (path / name).exists()):
             raise UserError(f"model: {path} lacks {len(missing)} of {len(names)} weight files, such as {missing[0]}")
 
@@ -134,7 +136,7 @@ def _model(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str, An
         return load_model(path, trust_remote_code=trust_remote_code)
     except SystemExit as error:  # how a model file of mlx-lm says that it needs another package
         raise UserError(f"model: {path} needs a package that isn't installed; see the message above") from error
-    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError, NotImplementedError) as error:
+    except (LookupError, ArithmeticError, AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         detail = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[1]} (and {len(lines) - 1} lines in all)"
         raise UserError(f"model: mlx-lm can't load {path}: {detail}") from error
