@@ -32,7 +32,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -131,7 +131,7 @@ def settings(args: argparse.Namespace) -> list[Setting]:
 
 def machine() -> dict:
     packages = {name: version(name) for name in ("mlx", "segtrain-mlx")}
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
     return {"date": now, "backend": backend().name, "machine": platform.platform(), **packages}
 
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def highest() -> float:
 
 def record(out: Path, found: dict[str, Any]) -> None:
     about = {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "hardware": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "load": round(os.getloadavg()[0], 1),
         "versions": {name: version(name) for name in ("transformers", "tokenizers", "datasets", "numpy")},

@@ -21,7 +21,7 @@ import platform
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -314,7 +314,7 @@ def main() -> None:
         return print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
     end = time.monotonic() + 60 * options.minutes
     head = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": platform.platform(),
         "versions": {name: version(name) for name in ("mlx", "mlx-lm")},
     }

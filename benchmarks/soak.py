@@ -13,7 +13,7 @@ import random
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--cases", default="sft:segmented,orpo:segmented,sft:full")
     options = parser.parse_args()
     head = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": platform.platform(),
         "versions": {name: version(name) for name in ("mlx", "mlx-lm")},
         "command": " ".join(sys.argv),

@@ -16,7 +16,7 @@ import platform
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def exponent(results: list[dict]) -> float:
 
 def about() -> dict:
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.system()} {platform.machine()}",
         "device": str(mx.default_device()),
         "mlx": version("mlx"),

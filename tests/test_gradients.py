@@ -20,6 +20,8 @@ FAMILIES = list(tiny.FAMILIES)
 IDS = tiny.tokens(18)
 PROMPT = 6
 TOLERANCE = 1e-5
+# The order of sums matters more there: 0.8e-5 with the C library of Debian 12, 1.3e-5 with that of Debian 13.
+NOISIER = {"gemma4_text": 2e-5}
 MAX_LAYERS = 99
 
 
@@ -58,7 +60,7 @@ def test_full_and_segmented_are_mlx_lms_gradients(family: str, bits: int):
     loss, grads = tiny.mlx_lm_gradients(stack.model, lora, IDS, PROMPT)
     for step in (full(family, bits=bits), segmented(family, {"bits": bits})):
         assert step.loss.total.item() == pytest.approx(loss, rel=2e-6)
-        assert tiny.relative(grads, step.grads) < TOLERANCE
+        assert tiny.relative(grads, step.grads) < NOISIER.get(family, TOLERANCE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
