@@ -42,7 +42,7 @@ class Ranks:
     def sum(
         self, arrays: Mapping[str, mx.array], numbers: Sequence[float] = ()
     ) -> tuple[dict[str, mx.array], list[float]]:
-        """Elementwise sums over all ranks, in one exchange. Every rank must bring the same names, in any order, and shapes.
+        """Elementwise sums over all ranks, in one exchange. Every rank brings the same names and shapes, in any order.
 
         Arrays are summed in float32. Numbers travel exactly, each rank's in a place of its own, and are summed by rank.
         Raises RunFailed when a rank is gone.
