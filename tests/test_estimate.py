@@ -1,11 +1,12 @@
 """Shapes against models that mlx-lm builds; bytes against a count by hand, properties, and a step that is measured."""
 
 import dataclasses
-import importlib
+import importlib.util
 import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -217,3 +218,21 @@ def test_a_measured_step(size: int) -> None:
     predicted = estimator.peak(rows.sft(513), Plan("segmented", segment_size=size, head_chunk=64)).bytes
     assert predicted == pytest.approx(int(done.stdout.splitlines()[-1]), rel=0.1)
     assert predicted > 2 * estimator.fixed  # the control: it is not the model that was compared
+
+
+def test_the_gpu_set_was_held_within_ten_percent() -> None:
+    """The kept H200 measurements: what each run predicted for itself, and today's estimate of the same plans."""
+    place = Path(__file__).parents[1] / "benchmarks"
+    spec = importlib.util.spec_from_file_location("plan_accuracy_gpu", place / "plan_accuracy_gpu.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = (place / "results" / "plan_accuracy_gpu.jsonl").read_text()
+    lines = [line for line in map(json.loads, text.splitlines()) if "measured_gib" in line]
+    assert len(lines) > 15
+    assert {line["dtype"] for line in lines} == {"bfloat16", "4bit"}
+    assert max(line["tokens"] for line in lines) == 32768
+    for line in lines:
+        assert line["predicted_gib"] == pytest.approx(line["measured_gib"], rel=0.1)
+        assert module.predicted(line).bytes / 2**30 == pytest.approx(line["measured_gib"], rel=0.12)
