@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from mlx_lm import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
+from segtrain.errors import UserError
 from segtrain.events import Sampled
 from segtrain.recipe import EvalRecipe
 from segtrain.session import Session
@@ -32,5 +33,9 @@ def generate(session: Session, recipe: EvalRecipe, step: int) -> Iterator[Sample
 def _tokens(tokenizer: object, prompt: str) -> list[int]:
     if getattr(tokenizer, "chat_template", None):
         turn = [{"role": "user", "content": prompt}]
-        return tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)  # type: ignore[attr-defined]
+        try:
+            return tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)  # type: ignore[attr-defined]
+        except Exception as error:  # a template raises what it likes
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"eval.prompts: the model's chat template refuses {prompt[:60]!r}: {reason}") from error
     return tokenizer.encode(prompt)  # type: ignore[attr-defined]

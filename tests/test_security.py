@@ -97,6 +97,32 @@ def test_chat_templates_run_in_the_sandbox(tmp_path: Path, template: str) -> Non
     assert not (tmp_path / "harmed").exists()
 
 
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_models_own_template_runs_in_the_sandbox(model: Path, tmp_path: Path, place: str, prompts: bool) -> None:
+    """In training, and in sampling, which lets transformers render it."""
+    template = "{{ cycler.__init__.__globals__.os.mkdir('" + str(tmp_path / "harmed") + "') }}"
+    if place.endswith(".json"):
+        change(model / place, chat_template=template)
+    else:
+        (model / place).write_text(template)
+    rows = [{"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]}]
+    data = tiny_run.written(tmp_path / "chat.jsonl", rows)
+    changes = {"eval__prompts": ["w1"], "data__valid": str(tmp_path / "sft-valid.jsonl"), "output__eval_every": 1}
+    recipe = tiny_run.recipe(tmp_path, **(changes if prompts else {"data__train": str(data)}))
+    with pytest.raises(UserError, match="chat template refuses"):
+        list(Trainer(recipe).events())
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_the_template_control_would_do_harm(tmp_path: Path) -> None:
+    """Outside of a sandbox the same template runs its code."""
+    jinja2 = pytest.importorskip("jinja2")
+    mark = tmp_path / "harmed"
+    jinja2.Template("{{ cycler.__init__.__globals__.os.mkdir('" + str(mark) + "') }}").render()
+    assert mark.exists()
+
+
 def test_weights_outside_the_model_directory_are_not_read(model: Path, tmp_path: Path) -> None:
     """An index that names ../x is no way out: only files of the directory itself are read."""
     (model / "model.safetensors").rename(tmp_path / "model-outside.safetensors")

@@ -168,7 +168,7 @@ def _loaded(name: str, subset: str | None, streaming: bool, unreachable: str) ->
         return datasets.load_dataset(name, subset, streaming=streaming)
     except (OSError, ValueError, RuntimeError) as error:
         if unreachable:
-            raise UserError(f"{name}: no such file or directory, {advice(name, unreachable)}") from None
+            raise UserError(f"{name}: no such file or directory, and {advice(name, unreachable)}") from None
         config = f" with subset {subset}" if subset else ""
         raise UserError(
             f"{name}: no such file or directory, and no hub data set{config} could be loaded: {_first_line(error)}"

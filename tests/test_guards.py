@@ -1,0 +1,82 @@
+"""Updates that aren't finite and losses that leap, in whole runs; test_trainer.py has the gradient's case."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny_run
+
+from segtrain.cli import run as command_line
+from segtrain.events import Notice, TrainStep
+from segtrain.runstate import SETTLED
+from segtrain.trainer import Trainer
+from segtrain.updates import Updates
+
+
+def scaled_loss(monkeypatch: pytest.MonkeyPatch, factor: float, *lines: int) -> None:
+    """The loss, and not the gradient, of the rows on these lines of the file is another."""
+    inner = Updates._step
+
+    def step(self: Updates, number: int, row: Any) -> Any:
+        found, layout = inner(self, number, row)
+        if row.origin.line in lines:
+            found = dataclasses.replace(found, loss=dataclasses.replace(found.loss, total=found.loss.total * factor))
+        return found, layout
+
+    monkeypatch.setattr(Updates, "_step", step)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_loss_that_isnt_finite_is_skipped_and_its_row_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    scaled_loss(monkeypatch, factor, 7)
+    events = list(Trainer(tiny_run.recipe(tmp_path, train__grad_accumulation_steps=4, train__steps=3)).events())
+    (text,) = [event.text for event in events if isinstance(event, Notice) and "update skipped" in event.text]
+    assert "sft-train.jsonl:7:" in text
+    assert text.count("sft-train.jsonl") == 1
+    assert len([event for event in events if isinstance(event, TrainStep)]) == 2
+
+
+def test_the_third_in_a_row_ends_the_command_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_run.recipe_file(tmp_path, train__steps=20, output__save_every=4)
+    assert command_line(["sft", str(path), "--set", "train.steps=4"]) == 0
+    good = (tmp_path / "run" / "checkpoints" / "step-0000004" / "adapters.safetensors").read_bytes()
+    scaled_loss(monkeypatch, float("nan"), *range(1, 13))
+    assert command_line(["sft", str(path), "--resume", "--force"]) == 1
+    said = capsys.readouterr().err
+    assert "3rd update in a row" in said
+    assert "step-0000004" in said
+    assert (tmp_path / "run" / "adapters.safetensors").read_bytes() == good
+    arrays = mx.load(str(tmp_path / "run" / "adapters.safetensors"))
+    assert all(np.isfinite(np.array(value)).all() for value in arrays.values())  # type: ignore[union-attr]
+
+
+def test_a_leap_of_the_loss_is_logged_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control is the run without the leap: it has no such line."""
+    recipe = tiny_run.recipe(tmp_path, train__steps=SETTLED + 16, train__learning_rate=1e-6)
+    list(Trainer(recipe).events())
+    plain = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "was usual" not in plain
+    seen = 0
+
+    def once(self: Updates, number: int, row: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        found, layout = inner(self, number, row)
+        if seen == SETTLED + 5:
+            found = dataclasses.replace(found, loss=dataclasses.replace(found.loss, total=found.loss.total * 30))
+        return found, layout
+
+    inner = Updates._step
+    monkeypatch.setattr(Updates, "_step", once)
+    list(Trainer(recipe, overwrite=True).events())
+    (line,) = [line for line in tiny_run.lines(tmp_path / "run") if "was usual" in str(line.get("text"))]
+    assert line["event"] == "notice"
+    assert f"step {SETTLED + 5}:" in line["text"]
+    assert "sft-train.jsonl:" in line["text"]
