@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import tiny_run
-from processes import ended, start
+from processes import ended, start, wait_for
 
 from segtrain import checkpoint
 from segtrain.errors import RunFailed
@@ -213,6 +213,31 @@ def test_a_full_disk(folder: Path, whole: dict[str, object], small_disk: Path) -
     filler.unlink()
     adapter, lines, _ = trained(path, resume=True)[0]  # type: ignore[misc]
     assert (adapter, lines) == whole["sft"][:2]  # type: ignore[index]
+
+
+def test_a_target_that_becomes_read_only(folder: Path, whole: dict[str, object]) -> None:
+    """As a network share or a failing disk does in the middle of a run."""
+    if os.geteuid() or not shutil.which("mount"):
+        pytest.skip("only root can mount")
+    path, log = recipe_file(folder, folder / "read-only" / "run"), folder / "read-only.log"
+    target = folder / "read-only" / "run" / "checkpoints"
+    process = start(["sft", str(path)], log, slow="segtrain.updates:Updates._apply")
+    wait_for(lambda: checkpoint.directory(target.parent, 2).exists(), "two checkpoints")
+    if subprocess.run(["mount", "--bind", str(target), str(target)], capture_output=True).returncode:
+        process.kill()
+        pytest.skip("nothing can be mounted here")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(target)], check=True)
+        assert ended(process) == 1
+    finally:
+        subprocess.run(["umount", str(target)], check=True)
+    check_refused(log)
+    assert "Read-only file system" in log.read_text()
+    found, notices = checkpoint.newest(target.parent)
+    assert found is not None
+    assert found.step >= 2
+    assert not notices
+    assert trained(path, resume=True)[0] == whole["sft"]
 
 
 def test_files_that_may_not_grow(folder: Path, whole: dict[str, object]) -> None:

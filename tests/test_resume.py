@@ -21,6 +21,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dropout, accumulation": ("sft", {"lora__dropout": 0.2, "train__grad_accumulation_steps": 2}),
     "streaming": ("sft", {"data__streaming": True, "data__shuffle_window": 5, "train__steps": 8}),
     "orpo": ("orpo", {"lora__dropout": 0.1, "train__optimizer": "muon"}),
+    "orpo, all at once": (
+        "orpo",
+        {
+            "lora__dropout": 0.1,
+            "train__grad_accumulation_steps": 2,
+            "data__streaming": True,
+            "data__shuffle_window": 5,
+        },
+    ),
     "adafactor, momentum": ("sft", {"train__optimizer": "adafactor", "train__warmup_steps": 4}),
 }
 
@@ -71,6 +80,23 @@ def test_resumed_equals_uninterrupted(folder: Path, whole: dict[str, Any], case:
     events = train(recipe, loss, resume=True)
     assert isinstance(events[-1], RunEnded)
     assert tiny_run.result(Path(recipe.output.dir)) == whole[case]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_stopped_after_every_step(folder: Path, whole: dict[str, Any], case: str) -> None:
+    """A run that does one step each time, and runs that stop once, after each of the steps."""
+    recipe, loss = recipe_of(folder, case, f"{case} at every step")
+    recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"save_every": 1})})
+    for step in range(1, recipe.train.steps + 1):  # type: ignore[operator]
+        train(recipe, loss, step, Saved, resume=True)
+    train(recipe, loss, resume=True)
+    assert tiny_run.result(Path(recipe.output.dir))[:2] == whole[case][:2]
+    for step in range(recipe.train.steps):  # type: ignore[arg-type]
+        recipe, loss = recipe_of(folder, case, f"{case} once after {step}")
+        train(recipe, loss, step, TrainStep if step else Event)  # type: ignore[type-abstract]
+        train(recipe, loss, resume=True)
+        assert tiny_run.result(Path(recipe.output.dir)) == whole[case]
 
 
 @pytest.mark.parametrize("kind", [Evaluated, Saved])
