@@ -239,6 +239,17 @@ def test_all_commands_are_listed(arguments: list[str], code: int, capsys: pytest
     assert not any(line.rstrip().endswith("...") and not line.startswith("Usage") for line in lines)
 
 
+def test_completion() -> None:
+    """As bash asks for it; a word that begins no command gets nothing."""
+    for word, expected in (("pl", ["plan-segments"]), ("zz", [])):
+        asked = {"_SEGTRAIN_COMPLETE": "complete_bash", "COMP_WORDS": f"segtrain {word}", "COMP_CWORD": "1"}
+        code = "from segtrain.cli import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout.split() == expected
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     from segtrain import __version__
 
