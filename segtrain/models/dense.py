@@ -4,6 +4,9 @@ A quantised product unpacks its weights anew in every call; on a GPU with fast d
 slower at training's row counts. So for as long as a segment runs, each of its quantised linear layers works on one
 dense copy, shared by the forward pass and its vjp. The copy is in the activations' dtype and is dropped with the
 segment.
+
+The vocabulary's projection is too large for that (1 GiB at 128k x 4096): it is expanded a slice of the vocabulary at
+a time, one after the other, in the forward pass and again in its vjp.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from segtrain.models.capture import intercept
+from segtrain.segments import cuts
+
+SLICE_BYTES = 128 << 20  # of a dense copy
 
 
 def quantized_modules(layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -38,14 +44,65 @@ def dequantized(layers: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def dense_weight(module: nn.Module, dtype: mx.Dtype) -> mx.array:
-    """[out, in] weights of a quantised linear layer."""
-    weight = mx.dequantize(
-        module["weight"],
-        module["scales"],
-        module.get("biases"),
+@contextmanager
+def dequantized_in_slices(linear: Sequence[nn.Module]) -> Iterator[None]:
+    """While the block runs, these quantised linear layers, and tied embeddings, work on slices of dense weights."""
+    as_linear = nn.QuantizedEmbedding.as_linear
+
+    def handler(i: int, args: tuple, kwargs: dict[str, Any]) -> mx.array:
+        (x,) = args
+        y = _in_slices(linear[i], x)
+        return y + linear[i]["bias"] if "bias" in linear[i] else y
+
+    try:
+        setattr(nn.QuantizedEmbedding, "as_linear", _in_slices)  # noqa: B010, mypy refuses the plain form
+        with intercept(linear, handler):
+            yield
+    finally:
+        setattr(nn.QuantizedEmbedding, "as_linear", as_linear)  # noqa: B010
+
+
+def _in_slices(module: nn.Module, x: mx.array) -> mx.array:
+    """x [..., in] times the transpose of `module`'s weights [out, in], in x's dtype; no bias."""
+    outputs = module["weight"].shape[0]
+    slices = cuts(0, outputs, max(1, SLICE_BYTES // (x.shape[-1] * x.dtype.size)))
+    if len(slices) == 1:
+        return x @ dense_weight(module, x.dtype).T
+
+    @mx.custom_function
+    def product(x: mx.array) -> mx.array:
+        parts: list[mx.array] = []
+        for lo, hi in slices:
+            parts.append(x @ dense_weight(module, x.dtype, lo, hi, after=parts[-1:]).T)
+        return mx.concatenate(parts, axis=-1)
+
+    @product.vjp
+    def backward(x: mx.array, dy: mx.array, y: mx.array) -> mx.array:
+        sums: list[mx.array] = []  # in float32, so that they are rounded once
+        for lo, hi in slices:
+            part = dy[..., lo:hi] @ dense_weight(module, x.dtype, lo, hi, after=sums[-1:])
+            sums.append(part.astype(mx.float32) + sums[-1] if sums else part.astype(mx.float32))
+        return sums[-1].astype(x.dtype)
+
+    result: Any = product(x)
+    return result
+
+
+def dense_weight(
+    module: nn.Module, dtype: mx.Dtype, lo: int = 0, hi: int | None = None, *, after: Sequence[mx.array] = ()
+) -> mx.array:
+    """[hi - lo, in] weights of a quantised linear layer or embedding, computed once `after` is."""
+    names = [name for name in ("weight", "scales", "biases") if module.get(name) is not None]
+    packed: list[mx.array] = [module[name][lo:hi] for name in names]
+    if after:
+        packed = list(mx.depends(packed, list(after)))
+    weight, scales, *biases = packed
+    dense: mx.array = mx.dequantize(
+        weight,
+        scales,
+        biases[0] if biases else None,
         group_size=module.group_size,
         bits=module.bits,
         mode=module.mode,
     )
-    return weight.astype(dtype)
+    return dense.astype(dtype)

@@ -28,7 +28,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from segtrain.layouts import Stream
 from segtrain.models.alike import Place, fingerprint, holding, places, plain
 from segtrain.models.capture import arrays, intercept, leaves, map_tree
-from segtrain.models.dense import dequantized
+from segtrain.models.dense import dequantized, dequantized_in_slices, quantized_modules
 from segtrain.models.products import linear_modules, recalling, remembering
 from segtrain.models.stream_ops import Causal, StreamCache, stream_ops
 from segtrain.models.tokenwise import chunked, tokenwise_modules
@@ -115,6 +115,8 @@ class LayerStack:
         self._places: dict[int, list[Place]] = {}
         self._alike: dict[tuple, tuple[int, int, Callable]] = {}
         self.layers = list(model.layers)
+        inner = {id(m) for m in quantized_modules(self.layers)}
+        self._outer = [m for m in quantized_modules([model]) if id(m) not in inner]  # quantised, but not in a layer
         self.attention_only = _attention_only(model)
         self.shares_prefix = self.attention_only and not _rope_by_length(model)
         learner = _Learner(self.layers)
@@ -213,7 +215,8 @@ class LayerStack:
         def identity(i: int, args: tuple, kwargs: dict[str, Any]) -> Any:
             return _placeholder(self._signatures[i].result, h if i == last else _hidden(args, kwargs))
 
-        with intercept(self.layers, identity):
+        dense = dequantized_in_slices(self._outer) if self.dequantize else nullcontext()
+        with intercept(self.layers, identity), dense:
             return self.model(mx.zeros((1, h.shape[-2]), mx.int32))
 
     def whole(self, stream: Stream) -> mx.array:
