@@ -28,10 +28,11 @@ STEP = "step"
 class Optimizer:
     """The optimiser that `train` names, with a schedule over `total_steps` updates.
 
-    `step` counts the updates done. Raises UserError for an option that the optimiser doesn't have.
+    `step` counts the updates done. `compiled`: an update is one graph, whose hundreds of small operations a GPU would
+    else be handed one by one (None: on a GPU only). Raises UserError for an option that the optimiser doesn't have.
     """
 
-    def __init__(self, train: TrainRecipe, total_steps: int):
+    def __init__(self, train: TrainRecipe, total_steps: int, *, compiled: bool | None = None):
         if total_steps < 1:
             raise UserError(
                 f"a run needs at least 1 optimiser update, not {total_steps}; give more rows or train.steps"
@@ -40,6 +41,8 @@ class Optimizer:
         self.total_steps = total_steps
         self.step = 0
         self._inner = _make(train)
+        self._compiled = mx.default_device() != mx.Device(mx.cpu) if compiled is None else compiled
+        self._apply: Callable[[Arrays, Arrays, mx.array], Arrays] = self._scaled
         self._known: Arrays | None = None  # the state to go on with, until parameters are seen
 
     def learning_rate(self, step: int) -> float:
@@ -61,18 +64,23 @@ class Optimizer:
             case "cosine":
                 return final + (base - final) * 0.5 * (1 + math.cos(math.pi * done))
 
-    def update(self, params: Arrays, grads: Arrays) -> Arrays:
-        """New parameters after one update at the current learning rate; they and the state are evaluated.
+    def update(self, params: Arrays, grads: Arrays, factor: float = 1.0) -> Arrays:
+        """New parameters after one update by `factor` times `grads` at the current learning rate.
 
-        `params` and `grads` have the same names at every update. Raises RunFailed when a loaded state is not theirs.
+        They and the state are evaluated. `params` and `grads` have the same names at every update. Raises RunFailed
+        when a loaded state is not theirs.
         """
         assert params.keys() == grads.keys(), sorted(params.keys() ^ grads.keys())
         self._begin(params)
         self._inner.learning_rate = self.learning_rate(self.step)
-        cast = {name: grads[name].astype(value.dtype) for name, value in params.items()}
-        new: Arrays = self._inner.apply_gradients(cast, params)
+        new = self._apply(params, {name: grads[name] for name in params}, mx.array(factor, mx.float32))
         mx.eval(new, self._inner.state)
         self.step += 1
+        return new
+
+    def _scaled(self, params: Arrays, grads: Arrays, factor: mx.array) -> Arrays:
+        scaled = {name: (grads[name] * factor).astype(value.dtype) for name, value in params.items()}
+        new: Arrays = self._inner.apply_gradients(scaled, params)
         return new
 
     def state_dict(self) -> Arrays:
@@ -104,20 +112,20 @@ class Optimizer:
             for name, slots in fresh.items():
                 slots.update({slot: self._known[f"{name}.{slot}"] for slot in slots})
         self._known = None
+        if self._compiled:  # anew, since it holds on to this state
+            state = [self._inner.state]
+            self._apply = mx.compile(self._scaled, inputs=state, outputs=state)
 
 
-def clip(grads: Arrays, max_norm: float | None) -> tuple[Arrays, float]:
-    """Scale `grads` down to a global norm of `max_norm` where theirs is larger; also returns their norm before that.
-
-    The norm is over all arrays together, in float32. None or 0: only the norm. A norm that isn't finite is
-    returned as it is, with the gradients untouched.
-    """
+def global_norm(grads: Arrays) -> float:
+    """The Euclidean norm of all arrays together, in float32; the order of their names doesn't matter."""
     squares = [mx.sum(mx.square(grads[name].astype(mx.float32))) for name in sorted(grads)]
-    norm = math.sqrt(cast(float, mx.sum(mx.stack(squares)).item())) if squares else 0.0
-    if not max_norm or not math.isfinite(norm) or norm <= max_norm:
-        return grads, norm
-    factor = max_norm / norm
-    return {name: grad * factor for name, grad in grads.items()}, norm
+    return math.sqrt(cast(float, mx.sum(mx.stack(squares)).item())) if squares else 0.0
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """What gradients of this global norm are multiplied by so that theirs is at most `max_norm` (None or 0: any)."""
+    return max_norm / norm if max_norm and math.isfinite(norm) and norm > max_norm else 1.0
 
 
 class ExpertMuon(optimizers.Muon):

@@ -20,7 +20,7 @@ from segtrain.engine import Backward, Meter, Step, no_meter
 from segtrain.errors import RunFailed
 from segtrain.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE, Layout
 from segtrain.losses import Loss, LossValue
-from segtrain.optim import Optimizer, clip
+from segtrain.optim import Optimizer, clip_factor, global_norm
 from segtrain.runstate import RunState
 from segtrain.session import Session
 
@@ -144,11 +144,11 @@ class Updates:
     def _apply(self, update: Update) -> None:
         """Clip and update the adapter, unless the loss or the gradient isn't finite."""
         train, lora = self.session.recipe.train, self.session.lora
-        grads = {name: grad / update.totals.weight for name, grad in update.grads.items()}
-        grads, update.norm = clip(grads, train.max_grad_norm)
+        update.norm = global_norm(update.grads) / update.totals.weight
         update.applied = math.isfinite(update.norm) and math.isfinite(update.totals.loss)
         if update.applied:
-            lora.set(self.optimizer.update(lora.values(), grads))
+            factor = clip_factor(update.norm, train.max_grad_norm) / update.totals.weight
+            lora.set(self.optimizer.update(lora.values(), update.grads, factor))
 
     def origins(self, update: Update) -> list[str]:
         """Where the update's rows came from, on all ranks."""
@@ -178,7 +178,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _finite(step: Step) -> bool:
-    return math.isfinite(clip(step.grads, None)[1]) and math.isfinite(_number(step.loss.total))
+    return math.isfinite(global_norm(step.grads)) and math.isfinite(_number(step.loss.total))
 
 
 def _number(value: mx.array | float) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from segtrain.errors import RunFailed, UserError
-from segtrain.optim import Optimizer, clip
+from segtrain.optim import Optimizer, clip_factor, global_norm
 from segtrain.recipe import TrainRecipe
 
 KINDS = ("adamw", "adam", "sgd", "adafactor", "muon")
@@ -253,39 +253,66 @@ def test_weight_decay_zero_is_zero() -> None:
         assert same(new, params), kind
 
 
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_update_is_the_same_and_its_state_goes_on(kind: str) -> None:
+    """Five updates with changing learning rates and factors; after the third, a new optimiser takes over its state."""
+    random = np.random.default_rng(1)
+    params = {"w": mx.array(random.normal(size=(6, 4)).astype(np.float32))}
+    steps = [({"w": mx.array(random.normal(size=(6, 4)).astype(np.float32))}, 0.1 * (i + 1)) for i in range(5)]
+    found = []
+    for compiled in (False, True):
+        options = {"learning_rate": 0.05, "lr_schedule": "linear", "optimizer": kind}
+        values, current = params, Optimizer(TrainRecipe(**options), 10, compiled=compiled)
+        for number, (grads, factor) in enumerate(steps):
+            if number == 3:
+                state, current = current.state_dict(), Optimizer(TrainRecipe(**options), 10, compiled=compiled)
+                current.load_state_dict(state)
+            values = current.update(values, grads, factor)
+        found.append((values, current.state_dict()))
+    (plain, plain_state), (compiled_values, compiled_state) = found
+    np.testing.assert_allclose(np.array(compiled_values["w"]), np.array(plain["w"]), rtol=2e-5, atol=1e-6)
+    assert compiled_state.keys() == plain_state.keys()
+    assert int(compiled_state["step"].item()) == 5
+    for name, value in plain_state.items():
+        np.testing.assert_allclose(np.array(compiled_state[name]), np.array(value), rtol=2e-5, atol=1e-6)
+
+
+def test_a_factor_scales_the_gradient() -> None:
+    params, grads = {"w": mx.array([1.0, 2.0])}, {"w": mx.array([0.5, -1.0])}
+    new = optimizer("sgd", learning_rate=1.0, lr_schedule="constant").update(params, grads, 0.25)
+    assert new["w"].tolist() == [1.0 - 0.125, 2.0 + 0.25]
+
+
 # --- clipping ---------------------------------------------------------------------------------------------------------
 
 
-def test_clip_scales_all_gradients_by_their_global_norm() -> None:
-    grads = {"a": mx.array([3.0, 0.0]), "b": mx.array([[4.0]])}
-    clipped, norm = clip(grads, 1.0)
-    assert norm == 5.0
-    np.testing.assert_allclose(np.array(clipped["a"]), [0.6, 0.0], rtol=1e-6)
-    np.testing.assert_allclose(np.array(clipped["b"]), [[0.8]], rtol=1e-6)
-    assert clip(clipped, None)[1] == pytest.approx(1.0)
+@pytest.mark.parametrize(
+    ("norm", "limit", "factor"),
+    [(5.0, 1.0, 0.2), (5.0, 5.0, 1.0), (5.0, 100.0, 1.0), (5.0, None, 1.0), (5.0, 0, 1.0), (math.nan, 1.0, 1.0)],
+)
+def test_clipping_only_ever_shrinks(norm: float, limit: float | None, factor: float) -> None:
+    assert clip_factor(norm, limit) == factor
 
 
-@pytest.mark.parametrize("limit", [None, 0, 5.0, 100.0])
-def test_clip_leaves_smaller_gradients_and_only_measures_without_a_limit(limit: float | None) -> None:
-    grads = {"a": mx.array([3.0, 4.0])}
-    clipped, norm = clip(grads, limit)
-    assert (clipped, norm) == (grads, 5.0)
+def test_the_norm_is_over_all_arrays() -> None:
+    assert global_norm({"a": mx.array([3.0, 0.0]), "b": mx.array([[4.0]])}) == 5.0
+    assert global_norm({}) == 0.0
 
 
 def test_the_norm_is_taken_in_float32() -> None:
     """300 squared is above float16's largest number."""
-    assert clip({"a": mx.full((4,), 300.0, mx.float16)}, None)[1] == pytest.approx(600.0)
+    assert global_norm({"a": mx.full((4,), 300.0, mx.float16)}) == pytest.approx(600.0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_norm_that_is_not_finite_is_reported_and_nothing_is_scaled(value: float) -> None:
-    grads = {"a": mx.array([value]), "b": mx.array([2.0])}
-    clipped, norm = clip(grads, 1.0)
-    assert not math.isfinite(norm)
-    assert clipped["b"].item() == 2.0
+def test_a_norm_that_is_not_finite_is_reported(value: float) -> None:
+    assert not math.isfinite(global_norm({"a": mx.array([value]), "b": mx.array([2.0])}))
 
 
 def test_the_norm_does_not_depend_on_the_order_of_names() -> None:
     random = np.random.default_rng(0)
     grads = {str(i): mx.array(random.normal(size=(7,)).astype(np.float32)) for i in range(50)}
-    assert clip(grads, None)[1] == clip(dict(reversed(grads.items())), None)[1]
+    assert global_norm(grads) == global_norm(dict(reversed(grads.items())))
