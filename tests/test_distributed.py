@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import psutil
 import pytest
 import tiny_run
 from processes import LIMIT, ended, free_ports, said, send, start, start_ranks, wait_for
@@ -266,11 +267,12 @@ def test_strangers_are_turned_away() -> None:
 def launched(path: Path, *options: str) -> subprocess.Popen[bytes]:
     """`mlx.launch -n 2 segtrain sft ...` in a group of its own, as a shell would start it; its output is in launch.log.
 
-    Its standard input stays open: mlx.launch waits for it busily once it is at its end.
+    Its standard input stays open: mlx.launch waits for it busily once it is at its end. It waits busily for its ranks
+    in any case, so on Linux it gets the lowest priority, or it would take a core from them.
     """
     launch = [str(LAUNCH), "-n", "2", "--backend", "ring", "--starting-port", str(adjacent_ports(2)), "--"]
     with (path.parent / "launch.log").open("ab") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             launch + tiny_run.command("sft", path, *options),
             stdin=subprocess.PIPE,
             stdout=log,
@@ -279,6 +281,10 @@ def launched(path: Path, *options: str) -> subprocess.Popen[bytes]:
             cwd=tiny_run.ROOT,
             start_new_session=True,
         )
+    wait_for(lambda: len(psutil.Process(process.pid).children()) == 2, "the ranks")
+    for thread in Path(f"/proc/{process.pid}/task").glob("*"):  # where there is one
+        os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
+    return process
 
 
 def finished(process: subprocess.Popen[bytes]) -> int:
