@@ -384,7 +384,7 @@ class FullBackward:
 
         if not self.compiled:
             return function
-        spans = tuple((name, span.stream) for name, span in layout.spans.items())
+        spans = tuple((name, span.stream, layout.scores_all(name)) for name, span in layout.spans.items())
         key = (spans, *((stream.prefix, stream.branches) for stream in layout.streams))
         if key not in self._traced:
             self._traced[key] = mx.compile(function)
@@ -406,15 +406,17 @@ class FullBackward:
                 logits = self.stack.whole(replace(stream, tokens=tokens[number]))
                 for name, (rows, targets, weights) in scored.items():
                     if layout.spans[name].stream == number:
-                        logp = log_softmax_at(mx.take(logits, rows, axis=-2), targets)
-                        sums[name] = (logp * weights).sum()
+                        picked = logits if layout.scores_all(name) else mx.take(logits, rows, axis=-2)
+                        sums[name] = (log_softmax_at(picked, targets) * weights).sum()
         value = self.loss(sums, counts)
         return value.total, value.metrics
 
     def _inputs(self, layout: Layout) -> tuple[list[mx.array], dict[str, tuple], dict[str, mx.array]]:
         multiple = PADDED_ROWS if self.compiled else 1
         tokens = [stream.tokens for stream in layout.streams]
-        scored = {name: padded_rows(span, multiple) for name, span in layout.spans.items()}
+        scored = {
+            name: padded_rows(span, 1 if layout.scores_all(name) else multiple) for name, span in layout.spans.items()
+        }
         return tokens, scored, {name: mx.array(float(n)) for name, n in _counts(layout).items()}
 
     def _weight(self, layout: Layout) -> float:

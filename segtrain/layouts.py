@@ -70,6 +70,11 @@ class Layout:
     def scored(self) -> int:
         return sum(len(span) for name, span in self.spans.items() if name != PROMPT)
 
+    def scores_all(self, name: str) -> bool:
+        """Whether span `name` scores every row of its stream, in order: there is nothing to pick."""
+        span = self.spans[name]
+        return len(span) == len(self.streams[span.stream])
+
 
 def single(tokens: Sequence[int], supervised: Sequence[bool]) -> Layout:
     """One row of supervised fine-tuning: token i is a target where `supervised[i]`, and is predicted from row i - 1.

@@ -12,7 +12,7 @@ import tiny
 
 from segtrain import losses
 from segtrain.engine import FullBackward, SegmentedBackward, Step
-from segtrain.layouts import Layout, pair
+from segtrain.layouts import RESPONSE, Layout, pair
 from segtrain.lora import DropoutKeys, Lora
 from segtrain.models.stack import LayerStack
 
@@ -196,6 +196,20 @@ def test_compiled_with_other_options(options: dict):
         stack.mlp_rows, stack.dequantize = None, False
     for step in steps:
         check(full("llama", bits=4), step)
+
+
+@pytest.mark.parametrize("prompt", [1, 6])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_full_backward_with_every_row_scored_and_with_some(prompt: int, compiled: bool):
+    stack, lora = setup("llama")
+    layout = tiny.row(len(IDS), prompt)
+    assert layout.scores_all(RESPONSE) == (prompt == 1)
+    loss, grads = tiny.mlx_lm_gradients(stack.model, lora, IDS, prompt)
+    backward = FullBackward(stack, lora, losses.sft, compiled=compiled)
+    for other in (layout, tiny.row(len(IDS), 7 - prompt), layout):  # the other kind in between
+        step = backward.step(other)
+    assert step.loss.total.item() == pytest.approx(loss, rel=2e-6)
+    assert tiny.relative(grads, step.grads) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text"])
