@@ -7,6 +7,7 @@ each with its YAML path. Nothing here imports mlx.
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -281,7 +283,7 @@ class EvalRecipe(Section):
 class OutputRecipe(Section):
     """Where the run goes and how often it writes. Intervals count optimiser updates; 0: at the end only."""
 
-    dir: str = Field(default="runs/run", min_length=1)
+    dir: Annotated[str, AfterValidator(os.path.expanduser)] = Field(default="runs/run", min_length=1)
     save_every: int = Field(default=100, ge=0)
     eval_every: int = Field(default=100, ge=0)
     report_every: int = Field(default=1, ge=1)

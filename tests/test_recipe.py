@@ -571,3 +571,9 @@ def _outcome(path: Path, overrides: list[str]) -> tuple[str, Recipe | None]:
         return "", load_recipe(path, overrides)
     except UserError as error:
         return str(error), None
+
+
+def test_a_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    recipe = Recipe.model_validate({"model": "m", "data": {"train": "t"}, "output": {"dir": "~/runs/a"}})
+    assert recipe.output.dir == "/somewhere/runs/a"
