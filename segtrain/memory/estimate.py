@@ -41,6 +41,7 @@ FORWARD = 4  # chunks of the MLP in forward are so many times as long (`models.t
 TILES = 8  # of scores, at work at a time in block-wise attention
 LOGIT_BYTES = {4: 8, 2: 13}  # by bytes of the activations' dtype
 CAPPED_LOGIT_BYTES = {4: 16.5, 2: 15}  # the same where a soft-cap is differentiated too
+HEAD_SLICE_BYTES = 128 << 20  # `models.dense.SLICE_BYTES`
 FULL_LOGIT_BYTES = {4: 22, 2: 28}  # in full backward, where autodiff goes through the softmax
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1, "muon": 1, "adafactor": 0}
 UPDATE_COPIES = (
@@ -220,6 +221,9 @@ class Estimator:
         longest = max(count for spans in row.scored for count in spans)
         chunk = min(plan.head_chunk, longest) * self.model.vocabulary * self._logit_bytes
         units = sum(map(sum, row.scored)) * H * b
+        if plan.dequantize and self.model.quantization.bits:  # its parts, and one slice of dense weights
+            chunk += min(plan.head_chunk, longest) * self.model.vocabulary * b
+            chunk += min(HEAD_SLICE_BYTES, H * self.model.vocabulary * b)
         return {"head": chunk + units + self.boundary(max(row.streams))}
 
     def _segmented(self, row: RowShape, plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:

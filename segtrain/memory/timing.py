@@ -61,7 +61,7 @@ class Timer:
     def cost(self, row: RowShape, plan: Plan) -> float:
         """Operations, weighed by speed; only ratios mean anything."""
         total = sum(self._stream(rows, plan) for rows in row.streams)
-        head = 2 * self.model.hidden * self.model.vocabulary * sum(map(sum, row.scored))
+        head = 2 * self.model.hidden * self.model.vocabulary * sum(map(sum, row.scored)) * self._packed(plan)
         chunks = sum(-(-count // plan.head_chunk) for spans in row.scored for count in spans)
         total += 2 * head
         if plan.backward == "segmented":
@@ -72,8 +72,12 @@ class Timer:
             total *= TIGHT
         return total * (1.0 if plan.backward == "full" else self.speed.lookahead[plan.lookahead])
 
+    def _packed(self, plan: Plan) -> float:
+        """What products of packed weights cost more than dense ones, where the plan leaves them packed."""
+        return self.speed.packed if self.model.quantization.bits and not plan.dequantize else 1.0
+
     def _stream(self, rows: int, plan: Plan) -> float:
-        packed = self.speed.packed if self.model.quantization.bits and not plan.dequantize else 1.0
+        packed = self._packed(plan)
         count, total = len(self.model.layers), 0.0
         for i, layer in enumerate(self.model.layers):
             matmul = 2.0 * _active(layer) * (rows + OVERHEAD) * packed
