@@ -149,7 +149,10 @@ def started(path: Path, output: int) -> subprocess.Popen[bytes]:
     """The program as a user starts it; writes `!` when the interpreter is there, before anything else is imported."""
     code = "import os, runpy; os.write(1, b'!'); runpy.run_module('segtrain', run_name='__main__', alter_sys=True)"
     command = [sys.executable, "-c", code, "sft", str(path)]
-    return subprocess.Popen(command, stdout=output, stderr=output, env=tiny_run.ENVIRONMENT, cwd=tiny_run.ROOT)
+    plain = ("CI", "NO_COLOR", "TERM")  # what would keep a terminal from being a live one
+    environment = {name: value for name, value in tiny_run.ENVIRONMENT.items() if name not in plain}
+    environment["TERM"] = "xterm"
+    return subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=tiny_run.ROOT)
 
 
 @pytest.mark.parametrize("moments", [pytest.param(8, id="8"), pytest.param(60, id="60", marks=pytest.mark.slow)])
