@@ -3,8 +3,10 @@
 The processes get what `mlx.launch` gives them (a host file and a rank); the tests at the end go through it.
 """
 
+import functools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,10 +26,12 @@ from processes import LIMIT, ended, free_ports, said, send, start, start_ranks, 
 
 from segtrain import checkpoint, lifeline
 from segtrain.distributed import Ranks, _pieces
+from segtrain.events import PlanChosen
 from segtrain.lifeline import Lifeline
 from segtrain.recipe import load_recipe
 from segtrain.trainer import Trainer
 
+AUTO = {"backward": "auto", "memory_budget": "1GB"}
 LAUNCH = Path(sys.executable).with_name("mlx.launch")
 
 
@@ -37,15 +41,49 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe_file(folder: Path, name: str, loss: str, accumulation: int, **changes: Any) -> Path:
+    """Rows of 3 to 130 tokens, under a budget that only the short ones run full backward within."""
     (folder / name).mkdir()
     options = {
         "output__dir": str(folder / name / "run"),
         "output__eval_every": 3,
+        "data__train": str(rows_of_unlike_lengths(folder, loss)),
         "data__valid": str(folder / f"{loss}-valid.jsonl"),
+        "data__max_seq_length": 160,
+        "engine": {**AUTO, "memory_budget": budget_between(folder, loss)},
         "lora__dropout": 0.1,
         "train__grad_accumulation_steps": accumulation,
     }
     return tiny_run.recipe_file(folder, loss, **{**options, **changes}).rename(folder / name / "recipe.yaml")
+
+
+def rows_of_unlike_lengths(folder: Path, loss: str) -> Path:
+    path, draw = folder / f"{loss}-unlike.jsonl", random.Random(0)
+    rows = []
+    for least in (1, 100) * 6:
+        answer = " " + tiny_run.text(draw, least, least + 6)
+        answers = {"completion": answer} if loss == "sft" else {"chosen": answer, "rejected": answer + " w0"}
+        rows.append({"prompt": tiny_run.text(draw, 2, 20), **answers})
+    return path if path.exists() else tiny_run.written(path, rows)
+
+
+@functools.cache
+def budget_between(folder: Path, loss: str) -> str:
+    """Half way from what the longest row needs segmented to what full backward takes, as predicted here."""
+    peaks = []
+    for backward in ("segmented", "full"):
+        changes = {"data__train": str(rows_of_unlike_lengths(folder, loss)), "data__max_seq_length": 160}
+        recipe = tiny_run.recipe(folder, loss, engine={**AUTO, "backward": backward}, **changes)
+        events = Trainer(recipe, loss, dry_run=True).events()  # type: ignore[arg-type]
+        peaks += [event.plan["peak_gib"] for event in events if isinstance(event, PlanChosen)]
+    return f"{round(sum(peaks) / 2 * 2**20)}KiB"
+
+
+def unlike_updates(two: Path, one: Path) -> list[int]:
+    """Updates of two ranks in which one row ran segmented and the other didn't, by `one`, which ran both."""
+    ours, theirs = (tiny_run.lines(run, "memory.jsonl") for run in (two, one))
+    kinds = [{(line["step"], line["phase"][:4]) for line in lines} for lines in (ours, theirs)]
+    steps = range(1, theirs[-1]["step"] + 1)
+    return [n for n in steps if {(n, "step"), (n, "back")} <= kinds[1] and not {(n, "step"), (n, "back")} <= kinds[0]]
 
 
 def alone(folder: Path, name: str, loss: str, **changes: Any) -> Path:
@@ -77,10 +115,12 @@ def sft_alone(folder: Path) -> Path:
 
 @pytest.mark.parametrize("loss", ["sft", "orpo"])
 def test_two_ranks_equal_two_rows_of_accumulation(folder: Path, sft_alone: Path, loss: str) -> None:
+    """In some updates, of rows whose plans differ, and with them the order in which gradients are made."""
     one = sft_alone if loss == "sft" else alone(folder, "alone-orpo", "orpo")
     path = recipe_file(folder, f"two-{loss}", loss, 1)
     ranks = start_ranks([loss, str(path)], path.parent)
     assert [ended(rank) for rank in ranks] == [0, 0]
+    assert len(unlike_updates(path.parent / "run", one)) >= 2
     assert difference(one, path.parent / "run") <= 1e-6
     assert_same_metrics(path.parent / "run", one)
     assert not (path.parent / "rank-1.log").read_text()  # only rank 0 speaks
