@@ -1,19 +1,29 @@
 """The program's start: an interrupt counts from the first line on, before anything that takes a while is imported."""
 
+import os
 import signal
-import sys
+from types import FrameType
+from typing import NoReturn
+
+INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command line; ends the process with its exit code."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        from segtrain.cli import main as command_line
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    from segtrain.cli import main as command_line
 
+    try:
         command_line()
     except KeyboardInterrupt:
-        print("segtrain: interrupted", file=sys.stderr)
-        sys.exit(130)
+        _leave()
+
+
+def _leave(number: int = 0, frame: FrameType | None = None) -> NoReturn:
+    """Nothing has begun, and an exception might get lost: Python swallows those that come in an import's callbacks."""
+    os.write(2, b"segtrain: interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -315,6 +315,8 @@ def main() -> None:
     """The console entry: runs the command and exits with its code."""
     code = run(sys.argv[1:])
     leave_with(code)
+    if code == INTERRUPTED:  # Python would die of the signal itself where it came in a string's `exec`
+        os._exit(code)
     sys.exit(code)
 
 

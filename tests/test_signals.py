@@ -146,25 +146,32 @@ def test_the_second_of_a_sluggish_set_up_ends_it(folder: Path, whole: object, nu
 
 
 def started(path: Path, output: int) -> subprocess.Popen[bytes]:
-    """The program as a user starts it; writes `!` when the interpreter is there, before anything else is imported."""
-    code = "import os, runpy; os.write(1, b'!'); runpy.run_module('segtrain', run_name='__main__', alter_sys=True)"
-    command = [sys.executable, "-c", code, "sft", str(path)]
+    """The program as a user starts it."""
+    command = [sys.executable, "-m", "segtrain", "sft", str(path)]
     plain = ("CI", "NO_COLOR", "TERM")  # what would keep a terminal from being a live one
     environment = {name: value for name, value in tiny_run.ENVIRONMENT.items() if name not in plain}
     environment["TERM"] = "xterm"
     return subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=tiny_run.ROOT)
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether that process has a handler for the signal; the interpreter alone has none for SIGTERM."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's handlers in /proc")
 @pytest.mark.parametrize("moments", [pytest.param(8, id="8"), pytest.param(60, id="60", marks=pytest.mark.slow)])
 def test_a_signal_while_the_program_starts(folder: Path, moments: int) -> None:
-    """At moments over the first seconds, most of them in an import."""
+    """At moments over the first seconds from the program's first line on, most of them in an import."""
     path = recipe_file(folder, f"starting {moments}")
     for moment in range(moments):
         log = folder / f"starting-{moment}.log"
         with log.open("wb") as file:
             process = started(path, file.fileno())
-        wait_for(said(log, "!"), "the interpreter")
-        time.sleep(0.05 + 1.5 * moment / moments)
+        wait_for(lambda process=process: catches(process.pid, signal.SIGTERM), "the program's first line")
+        time.sleep(1.5 * moment / moments)
         process.send_signal(signal.SIGTERM if moment % 2 else signal.SIGINT)
         assert process.wait(60) == 130, (moment, log.read_text())
         assert "Traceback" not in log.read_text()
