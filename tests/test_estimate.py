@@ -18,10 +18,11 @@ from mlx.utils import tree_flatten
 
 from segtrain import attention, layouts
 from segtrain.errors import UserError
-from segtrain.memory import backends, rows, shapes
+from segtrain.memory import backends, estimate, rows, shapes
 from segtrain.memory.backends import BACKENDS
 from segtrain.memory.estimate import Estimator, LoraShape
 from segtrain.memory.plan import Plan
+from segtrain.models import dense
 
 CPU = BACKENDS["cpu"]
 LLAMA: dict[str, Any] = {
@@ -236,3 +237,7 @@ def test_the_gpu_set_was_held_within_ten_percent() -> None:
     for line in lines:
         assert line["predicted_gib"] == pytest.approx(line["measured_gib"], rel=0.1)
         assert module.predicted(line).bytes / 2**30 == pytest.approx(line["measured_gib"], rel=0.12)
+
+
+def test_the_heads_slices_are_those_of_the_model() -> None:
+    assert estimate.HEAD_SLICE_BYTES == dense.SLICE_BYTES

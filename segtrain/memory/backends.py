@@ -28,6 +28,7 @@ class Backend:
     - `chunks_help`: an MLP in chunks frees memory; a large command buffer holds all chunks' temporaries until its end;
     - `overlaps`: with look-ahead 2 the next segment is at work before the last one is done;
     - `norms_widen`: norms of half-precision inputs keep float32 copies;
+    - `unpacking`: bytes for each weight that is being expanded from a packed one, beside its dense copy;
     - `compiles`: compiled segments pay; `speed`: (matmul, attention, elementwise) of the time model, see `timing`.
     """
 
@@ -39,6 +40,7 @@ class Backend:
     chunks_help: bool = True
     overlaps: bool = True
     norms_widen: bool = False
+    unpacking: float = 0.0
     compiles: bool = False
     head_dims: frozenset[int] = frozenset()
     float32_fused: bool = False
@@ -64,7 +66,7 @@ class Backend:
 
 
 BACKENDS: dict[Name, Backend] = {
-    "cpu": Backend("cpu", fused=0.65, overlaps=False, norms_widen=True, tile_bytes=1 << 20),
+    "cpu": Backend("cpu", fused=0.65, overlaps=False, norms_widen=True, unpacking=11.0, tile_bytes=1 << 20),
     "cuda": Backend(
         "cuda",
         run_ahead=1.4,

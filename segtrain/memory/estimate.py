@@ -221,10 +221,16 @@ class Estimator:
         longest = max(count for spans in row.scored for count in spans)
         chunk = min(plan.head_chunk, longest) * self.model.vocabulary * self._logit_bytes
         units = sum(map(sum, row.scored)) * H * b
-        if plan.dequantize and self.model.quantization.bits:  # its parts, and one slice of dense weights
-            chunk += min(plan.head_chunk, longest) * self.model.vocabulary * b
-            chunk += min(HEAD_SLICE_BYTES, H * self.model.vocabulary * b)
+        if plan.dequantize and self.model.quantization.bits:
+            chunk += self._head_slices(min(plan.head_chunk, longest))
         return {"head": chunk + units + self.boundary(max(row.streams))}
+
+    def _head_slices(self, rows: int) -> float:
+        """A slice of the vocabulary's dense weights, and the logits once more where several make them up."""
+        dense = self.model.hidden * self.model.vocabulary * self.model.dtype_bytes
+        held = min(HEAD_SLICE_BYTES, dense)
+        parts = rows * self.model.vocabulary * self.model.dtype_bytes if dense > held else 0
+        return parts + held * (1 + self.backend.unpacking / self.model.dtype_bytes)
 
     def _segmented(self, row: RowShape, plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
         count = len(self.model.layers)
