@@ -3,7 +3,8 @@
     python docs/render_tables.py            rewrite the text between `<!-- NAME table -->` and its end mark
     python docs/render_tables.py --check    exit code 1 where a table and its result file differ
 
-No figure in a table is written by hand. A result file that is missing leaves its table as it is.
+No figure in a table is written by hand. A result file that is missing leaves its table as it is. The model types come
+from the code.
 """
 
 import json
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from segtrain.models.support import as_markdown
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -121,7 +124,13 @@ def contexts_table() -> str | None:
     return markdown(head, ([name, *(row.get(budget, "-") for budget in budgets)] for name, row in models.items()))
 
 
+def models_table() -> str:
+    """Which model types train, from the code."""
+    return as_markdown().strip()
+
+
 TABLES: dict[str, Callable[[], str | None]] = {
+    "models": models_table,
     "cpu": cpu_table,
     "prefix": prefix_table,
     "floor": floor_table,
