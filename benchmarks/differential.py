@@ -47,6 +47,7 @@ from segtrain.events import TrainStep  # noqa: E402
 from segtrain.memory import choices, choose, machine, shapes  # noqa: E402
 from segtrain.memory.backends import BACKENDS  # noqa: E402
 from segtrain.memory.meter import frozen_bytes  # noqa: E402
+from segtrain.models import support  # noqa: E402
 from segtrain.models.load import load  # noqa: E402
 from segtrain.recipe import load_recipe  # noqa: E402
 from segtrain.session import open_session  # noqa: E402
@@ -119,7 +120,8 @@ def draw(seed: int, families: Sequence[str] = FAMILIES, ranks: Sequence[int] = (
         "train": _train(r, steps, accumulation),
         "output": {"eval_every": r.choice([1, 2]), "save_every": 1},
     }
-    stretches = bool(recipe["lora"]["dropout"]) and "moe" in model  # experts' masks are drawn for a whole stream
+    experts = support.FAMILIES[model.split("/")[0]].experts
+    stretches = bool(recipe["lora"]["dropout"]) and experts  # experts' masks are drawn for a whole stream
     taken_for = Machine(
         compiled=r.random() < 0.4,
         attention=r.choice(["blocks", "tiles", "fused"]),

@@ -4,8 +4,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
+import tiny_configs
 
-from segtrain.models.tokenwise import FORWARD, chunked, tokenwise_modules
+from segtrain import losses
+from segtrain.engine import FullBackward, SegmentedBackward
+from segtrain.models.stack import LayerStack
+from segtrain.models.tokenwise import FORWARD, NAMES, chunked, tokenwise_modules
 
 ROWS = 23
 
@@ -48,12 +52,24 @@ def test_no_pass_sees_more_rows_than_its_chunk(monkeypatch):
     assert sorted(set(seen)) == [3, 4, ROWS - FORWARD * 4, FORWARD * 4]  # backward: 4 and the rest, forward: 16 and 7
 
 
-def test_routed_experts_are_left_alone():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.switch_mlp = nn.Linear(2, 2)
+ROUTED = ("Klear", "afmoe", "dbrx", "dots1", "gpt_oss", "llama4", "mixtral", "qwen3_next")  # names differ
 
-    layer = nn.Module()
-    layer.mlp, layer.feed_forward = Experts(), nn.Linear(2, 2)
-    assert tokenwise_modules(layer) == [layer.feed_forward]
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_routed_experts_are_left_alone(name: str):
+    last = tiny_configs.build(name).layers[-1]
+    parts = [m for name in NAMES if isinstance(m := last.get(name), nn.Module)]
+    assert tokenwise_modules(last) == [m for m in parts if type(m).__name__.endswith("MLP")]
+    if name in ("afmoe", "gpt_oss"):
+        assert parts, "the control: it has a module of that name"
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "dots1"])
+def test_experts_draw_the_same_masks_in_both_passes(name: str):
+    """With fewer rows at a time than the stream has, gradients are still those of one forward pass."""
+    model = tiny_configs.build(name)
+    lora = tiny.attach(model, dropout=0.3)
+    stack, row = LayerStack(model), tiny.row(ROWS)
+    expected = FullBackward(stack, lora, losses.sft).step(row).grads
+    stack.mlp_rows = 4
+    assert tiny.relative(expected, SegmentedBackward(stack, lora, losses.sft).step(row).grads) < 1e-5

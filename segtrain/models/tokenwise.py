@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from segtrain.lora import EXPERTS
 from segtrain.models.alike import as_function
 from segtrain.models.capture import intercept
 from segtrain.segments import cuts
@@ -26,12 +27,13 @@ FORWARD = 4
 
 def tokenwise_modules(layer: nn.Module) -> list[nn.Module]:
     """A layer's dense MLP, by the names that mlx-lm's models give it; none where experts are routed."""
-    found = []
-    for name in NAMES:
-        module = layer.get(name)
-        if isinstance(module, nn.Module) and not any("switch" in path for path, _ in module.named_modules()):
-            found.append(module)
-    return found
+    named = (layer.get(name) for name in NAMES)
+    return [module for module in named if isinstance(module, nn.Module) and not _routes(module)]
+
+
+def _routes(module: nn.Module) -> bool:
+    """Whether `module` has experts: their dropout masks are drawn for all tokens of a call at once."""
+    return any(isinstance(m, EXPERTS) or "experts" in path.split(".") for path, m in module.named_modules())
 
 
 @contextmanager
