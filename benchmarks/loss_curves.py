@@ -111,12 +111,20 @@ def main() -> None:
         return print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
     versions = {name: version(name) for name in ("mlx", "mlx-lm")}
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    lines: list[dict[str, Any]] = [{"date": now, "machine": platform.platform(), "versions": versions}]
+    lines: list[dict[str, Any]] = []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(line: dict[str, Any]) -> None:
+        lines.append(line)
+        with options.out.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    keep({"date": now, "machine": platform.platform(), "versions": versions})
     for weights, bits in (("bfloat16", 0), ("4bit", 4)):
         if options.only not in (None, weights):
             continue
         truth = curve(bits, "float32", OPTIONS["full"], options.steps)
-        lines.append({"weights": weights, "truth": [round(x, 5) for x in truth]})
+        keep({"weights": weights, "truth": [round(x, 5) for x in truth]})
         full: list[float] = []
         for name, engine in (OPTIONS | (DENSE if bits else {})).items():
             begun = time.perf_counter()
@@ -126,10 +134,8 @@ def main() -> None:
             line = {"weights": weights, "option": name, "off": off, "apart": distance(losses, full)}
             line |= {"last": sum(losses[-20:]) / len(losses[-20:]), "within": off <= bound}
             line |= {"seconds": round(time.perf_counter() - begun, 1), "losses": [round(x, 5) for x in losses]}
-            lines.append(line)
+            keep(line)
             print(weights, name, f"off {off:.5f} (bound {bound:.5f}), {line['seconds']} s", flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     print(table(lines))
 
 
