@@ -28,6 +28,7 @@ CPU_ROWS = {
     "size-1": "segtrain, `segment_size: 1`",
     "lean": "the same, smaller chunks of loss and MLP",
 }
+LEAN = "segtrain, `segment_size: 1`, smaller chunks of loss and MLP"
 ENGINES = {"size-1": "", "lean": "; smaller chunks"}
 FLOOR_ROWS = {
     "mlx-lm": "mlx-lm 0.32.2, `--grad-checkpoint`, bfloat16",
@@ -37,6 +38,8 @@ FLOOR_ROWS = {
     "16k": "segtrain, bfloat16, least memory",
     "shared": "segtrain, ORPO, prompt computed once",
     "pair": "segtrain, ORPO, two rows",
+    "short": "segtrain, bfloat16, full backward",
+    "mlx-lm-short": "mlx-lm 0.32.2, bfloat16",
 }
 
 
@@ -124,6 +127,19 @@ def contexts_table() -> str | None:
     return markdown(head, ([name, *(row.get(budget, "-") for budget in budgets)] for name, row in models.items()))
 
 
+def rows_table() -> str | None:
+    """The longest rows that were run within a bound, and what they took."""
+    path = RESULTS / "cpu_rows.jsonl"
+    if not path.exists():
+        return None
+    labels = CPU_ROWS | {"lean": LEAN}
+    rows = [
+        [labels[line["variant"]], f"{line['rows']:,}", f"{line['peak_mb']:,.0f}", f"{line['cpu_seconds']:.0f}"]
+        for line in sorted(read(path), key=lambda line: line["rows"])
+    ]
+    return markdown(["one step, CPU", "tokens", "MiB above the model", "processor seconds"], rows)
+
+
 def models_table() -> str:
     """Which model types train, from the code."""
     return as_markdown().strip()
@@ -132,6 +148,7 @@ def models_table() -> str:
 TABLES: dict[str, Callable[[], str | None]] = {
     "models": models_table,
     "cpu": cpu_table,
+    "rows": rows_table,
     "prefix": prefix_table,
     "floor": floor_table,
     "contexts": contexts_table,

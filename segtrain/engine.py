@@ -320,7 +320,9 @@ class SegmentedBackward:
                 _, results = mx.vjp(outputs, inputs, [outer[name] for name in segment.writes])
             return results[: len(reads)], results[len(reads) :]
 
-        dcarry, dvalues = self._trace(f"backward {reads} {bool(products)}", pure, backward)(
+        # mlx's compiler fails on some kept segments whose inputs need no cotangent (mixtures of experts): not compiled.
+        whole = self._trace(f"backward {reads} {bool(products)}", pure, backward) if reads or not products else backward
+        dcarry, dvalues = whole(
             _pick(carry, segment.reads),
             [slot.value for slot in own],
             pure.arrays,
