@@ -19,6 +19,7 @@ import mlx.core as mx
 from segtrain.attention_band import band, padded_rows, window_mask
 from segtrain.attention_blocks import Blocks
 from segtrain.attention_reference import reference, visibility
+from segtrain.attention_turns import Turns, cut, in_order
 
 __all__ = ["BACKENDS", "Backend", "Call", "Kind", "align", "attend", "backend", "choose", "follow", "reference"]
 __all__ += ["steered", "visibility"]
@@ -214,7 +215,7 @@ def _branches(
         block = q[:, :, start:stop]
         keys, values = (mx.concatenate([x[:, :, reach:prefix], x[:, :, start:stop]], axis=2) for x in (k, v))
         if parts:
-            parts[-1], block = _in_order(parts[-1], block)
+            parts[-1], block = in_order(parts[-1], block)
         parts.append(_causal(block, keys, values, rule))
         start = stop
     return parts
@@ -268,24 +269,23 @@ def _fused(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
     """Fused causal calls that are as large as the backend allows, one after the other, forward and backward."""
     count, before = q.shape[2], k.shape[2] - q.shape[2]
     q, k, v = (padded_rows(x, -count % rule.rows.query_multiple) for x in (q, k, v))
-    done: list[mx.array] = []
 
-    def call(block: mx.array, keys: mx.array, values: mx.array, sinks: mx.array | None) -> mx.array:
-        if done:
-            done[-1], block = _in_order(done[-1], block)
-        done.append(_sdpa(block, keys, values, scale=rule.scale, mask="causal", sinks=sinks))
-        return done[-1]
+    def call(block: mx.array, keys: mx.array, values: mx.array, heads: slice) -> mx.array:
+        sinks = None if rule.sinks is None else rule.sinks[heads]
+        return _sdpa(block, keys, values, scale=rule.scale, mask="causal", sinks=sinks)
 
     groups = list(_head_groups(q.shape[1], k.shape[1], k.shape[2] * max(q.shape[3], v.shape[3]), rule.rows))
-    for heads, kv_heads in groups:
-        sinks = None if rule.sinks is None else rule.sinks[heads]
-        for start in range(0, q.shape[2], rule.rows.fused_rows):
-            stop = min(q.shape[2], start + rule.rows.fused_rows)
-            keys, values = (x[:, kv_heads, : before + stop] for x in (k, v))
-            call(q[:, heads, start:stop], keys, values, sinks)
-    blocks = len(done) // len(groups)
-    rows = [_joined(done[i : i + blocks], axis=2) for i in range(0, len(done), blocks)]
-    return _joined(rows, axis=1)[:, :, :count]
+    starts = list(range(0, q.shape[2], rule.rows.fused_rows))
+    if len(groups) * len(starts) == 1:
+        return call(q, k, v, slice(None))[:, :, :count]
+    turns = Turns(k, v)
+    for start, block in zip(starts, cut(q, starts[1:], axis=2), strict=True):
+        stop = before + start + block.shape[2]
+        for (heads, kv_heads), part in zip(groups, cut(block, [heads.start for heads, _ in groups[1:]], axis=1), strict=True):
+            turns.results.append(call(*turns.next(part, kv_heads, stop), heads))
+    done = turns.results
+    rows = [_joined(done[i : i + len(groups)], axis=1) for i in range(0, len(done), len(groups))]
+    return _joined(rows, axis=2)[:, :, :count]
 
 
 def _head_groups(heads: int, kv_heads: int, head_elements: int, rows: Backend) -> Iterator[tuple[slice, slice]]:
@@ -300,22 +300,3 @@ def _head_groups(heads: int, kv_heads: int, head_elements: int, rows: Backend) -
 
 def _joined(parts: list[mx.array], axis: int) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
-
-
-def _in_order(done: mx.array, following: mx.array) -> tuple[mx.array, mx.array]:
-    """Both arrays, `following` only once `done` is computed; in the backward pass the other way round."""
-    ordered: Any = _ordered(done, following)
-    return ordered
-
-
-@mx.custom_function
-def _ordered(done: mx.array, following: mx.array) -> tuple[mx.array, mx.array]:
-    return done, mx.depends([following], [done])[0]
-
-
-@_ordered.vjp
-def _ordered_vjp(
-    inputs: tuple[mx.array, mx.array], cotangents: tuple[mx.array, mx.array], outputs: tuple[mx.array, mx.array]
-) -> tuple[mx.array, mx.array]:
-    done, following = cotangents
-    return mx.depends([done], [following])[0], following
