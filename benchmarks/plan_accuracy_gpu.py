@@ -248,7 +248,7 @@ def start(shape: str, dtype: str) -> subprocess.Popen[str]:
     from segtrain.memory.backends import set_buffers
 
     environment = dict(os.environ)
-    set_buffers(environment)
+    set_buffers(environment, max(setting["tokens"] for setting in SETTINGS[dtype]))
     command = [sys.executable, __file__, shape, dtype]
     return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 

@@ -195,11 +195,12 @@ class Worker:
     def __init__(self, shape: str) -> None:
         import floor
         import mlx.core as mx
-        import mlx.optimizers as optimizers
 
         from segtrain import distributed, lora, losses
         from segtrain.engine import SegmentedBackward
         from segtrain.models.stack import LayerStack
+        from segtrain.optim import Optimizer
+        from segtrain.recipe import TrainRecipe
 
         self.mx = mx
         self.ranks = distributed.join()
@@ -207,8 +208,7 @@ class Worker:
         self.lora = lora.attach(model, rank=8, scale=20.0)
         stack, options = LayerStack(model), {"head_chunk": 1024, "compiled": True, "lookahead": 1}
         self.engine = SegmentedBackward(stack, self.lora, losses.sft, **options)
-        self.optimizer = optimizers.Adam(1e-5)
-        self.optimizer.init(self.lora.values())
+        self.optimizer = Optimizer(TrainRecipe(optimizer="adam", learning_rate=1e-5, lr_schedule="constant"), 10**6)
         self.base = mx.get_active_memory()
         mx.set_cache_limit(8 << 30)
 
@@ -220,15 +220,14 @@ class Worker:
         ids = mx.random.randint(0, self.args.vocab_size, (tokens + 1,)).tolist()
         begun = time.perf_counter()
         result = self.engine.step(single(ids, [True] * (tokens + 1)))
-        mx.eval(result.grads)
         mx.synchronize()
         computed = time.perf_counter()
         grads, weight = result.grads, result.loss.weight
         if exchange:
-            grads, (weight,) = self.ranks.sum(grads, [weight])
+            summed, (weight,) = self.ranks.sum({"grads": grads.array}, [weight])
+            grads = grads.with_array(summed["grads"])
         exchanged = time.perf_counter()
-        self.lora.set(self.optimizer.apply_gradients({k: g / weight for k, g in grads.items()}, self.lora.values()))
-        mx.eval(self.lora.values(), self.optimizer.state)
+        self.lora.set(self.optimizer.update(self.lora.packed(), grads, 1 / weight))
         mx.synchronize()
         ended = time.perf_counter()
         return {"rows": computed - begun, "exchange": exchanged - computed, "optimizer": ended - exchanged}
@@ -256,7 +255,7 @@ def work(shape: str, T: int, steps: int) -> None:
     for _ in range(3):
         ranks.barrier()
         begun = time.perf_counter()
-        ranks.sum(worker.lora.values(), [1.0])
+        ranks.sum({"grads": worker.lora.packed().array}, [1.0])
         pure.append(time.perf_counter() - begun)
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -390,6 +389,7 @@ def main() -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with options.out.open("a") as out:
             out.write(json.dumps(head) + "\n")
+            out.flush()
             for name in options.parts.split(","):
                 found = parts[name]()
                 lines += found

@@ -281,7 +281,9 @@ def _fused(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
     turns = Turns(k, v)
     for start, block in zip(starts, cut(q, starts[1:], axis=2), strict=True):
         stop = before + start + block.shape[2]
-        for (heads, kv_heads), part in zip(groups, cut(block, [heads.start for heads, _ in groups[1:]], axis=1), strict=True):
+        for (heads, kv_heads), part in zip(
+            groups, cut(block, [heads.start for heads, _ in groups[1:]], axis=1), strict=True
+        ):
             turns.results.append(call(*turns.next(part, kv_heads, stop), heads))
     done = turns.results
     rows = [_joined(done[i : i + len(groups)], axis=1) for i in range(0, len(done), len(groups))]

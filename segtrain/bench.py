@@ -162,7 +162,7 @@ def _engine(report: Report, size: Size) -> None:
     def step(*, mlp_rows: int | None = None, **options: Any) -> Callable[[], None]:
         def run() -> None:
             stack.mlp_rows = mlp_rows
-            mx.eval(engine.step(row).grads)
+            engine.step(row)
             stack.mlp_rows = None
 
         engine = SegmentedBackward(stack, lora, losses.sft, head_chunk=256, **options)
@@ -185,7 +185,7 @@ def _packed(report: Report, size: Size) -> None:
     def step(dense: bool) -> Callable[[], None]:
         def run() -> None:
             stack.dequantize = dense
-            mx.eval(engine.step(row).grads)
+            engine.step(row)
 
         return run
 

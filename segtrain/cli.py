@@ -193,7 +193,7 @@ def plan_segments(
     from segtrain.memory.backends import set_buffers
     from segtrain.memory.preview import preview
 
-    set_buffers(os.environ)  # as a training run does
+    set_buffers(os.environ, seq or (loaded.data.max_seq_length if loaded else 0))  # as a training run does
     found = preview(loaded, model=model, seq=seq, budget=budget, measure=measure)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
@@ -398,7 +398,7 @@ def _load(recipe: Path | None, changes: list[str] | None, command: str) -> "Reci
 def _train(loss: Literal["sft", "orpo"], recipe: "Recipe", *, dry_run: bool, **flags: bool) -> int:
     from segtrain.memory.backends import set_buffers
 
-    set_buffers(os.environ)  # before anything imports mlx
+    set_buffers(os.environ, recipe.data.max_seq_length)  # before anything imports mlx
     from segtrain import distributed
     from segtrain.logging_backends import require
     from segtrain.progress import make_progress

@@ -31,6 +31,7 @@ from segtrain.layouts import Layout, Span, Stream
 from segtrain.logprobs import PADDED_ROWS, Scorer, cotangent, log_softmax_at, padded_rows, score, scorer
 from segtrain.lora import Lora, swapped
 from segtrain.losses import Loss, LossValue, value_and_grad
+from segtrain.packing import Packed
 from segtrain.segments import HIDDEN, Segment, cuts, split
 
 Carry: TypeAlias = dict[str, mx.array]
@@ -82,7 +83,7 @@ class Step:
     """The loss of one row, and the gradient of its *total* (not yet divided by its weight) by parameter name."""
 
     loss: LossValue
-    grads: dict[str, mx.array]
+    grads: Packed
 
 
 class Backward(Protocol):
@@ -177,8 +178,10 @@ class SegmentedBackward:
         grads: dict[str, mx.array] = {}
         for number, tape in enumerate(tapes):
             self._backward(number, tape, saved[number], products[number], {HIDDEN: dhs.pop(0)}, grads, settle)
+        packed = self.lora.packing.pack(grads)
+        settle(packed.array)
         settle.drain()
-        return Step(value, grads)
+        return Step(value, packed)
 
     def evaluate(self, layout: Layout) -> LossValue:
         """The loss alone, without dropout."""
@@ -365,24 +368,38 @@ class FullBackward:
         self._traced: dict[tuple, Callable] = {}
 
     def step(self, layout: Layout) -> Step:
-        values = [slot.value for slot in self.lora.slots()]
+        params = self.lora.packed()
         self.lora.dropout_keys.stream = 0
         with self.meter("step", 0):
-            (loss, metrics), grads = self._function(layout)(values, *self._inputs(layout))
+            (loss, metrics), grads = self._function(layout)(params.array, *self._inputs(layout))
             mx.eval(loss, metrics, grads)
-        value = LossValue(loss, self._weight(layout), metrics)
-        return Step(value, {slot.name: grad for slot, grad in zip(self.lora.slots(), grads, strict=True)})
+        return Step(LossValue(loss, self._weight(layout), metrics), params.with_array(grads))
 
     def evaluate(self, layout: Layout) -> LossValue:
         with self.lora.dropout_keys.disabled():
-            total, metrics = self._total([slot.value for slot in self.lora.slots()], layout, *self._inputs(layout))
+            total, metrics = self._total(layout, *self._inputs(layout))
         return LossValue(total, self._weight(layout), metrics)
 
     def _function(self, layout: Layout) -> Callable:
-        """(parameter values, *inputs) to ((loss, metrics), gradients)."""
+        """(packed parameters, *inputs) to ((loss, metrics), packed gradients)."""
 
-        def function(values: list[mx.array], *inputs: Any) -> Any:
-            return mx.value_and_grad(self._total)(values, layout, *inputs)
+        def function(params: mx.array, *inputs: Any) -> Any:
+            lora, slots, views = self.lora, self.lora.packed_slots, self.lora.packing.views
+            taken: set[tuple[int, str]] = set()
+
+            def total(masters: list[mx.array], casts: list[mx.array]) -> tuple[mx.array, dict[str, mx.array]]:
+                with swapped(slots, masters), lora.casts.at_hand(slots, casts) as found:
+                    result = self._total(layout, *inputs)
+                taken.update(found)
+                return result
+
+            casts = views(lora.cast(params, lora.dtype))
+            value, (of_masters, of_casts) = mx.value_and_grad(total, argnums=(0, 1))(views(params), casts)
+            if all(slot.place in taken for slot in slots):
+                return value, lora.cast_back(of_casts)
+            # Some modules work in another dtype, and made their own casts.
+            summed = zip(views(lora.cast_back(of_casts)), of_masters, strict=True)
+            return value, lora.packing.join([made + own for made, own in summed])
 
         if not self.compiled:
             return function
@@ -394,7 +411,6 @@ class FullBackward:
 
     def _total(
         self,
-        values: list[mx.array],
         layout: Layout,
         tokens: list[mx.array],
         scored: dict[str, tuple[mx.array, mx.array, mx.array]],
@@ -402,14 +418,13 @@ class FullBackward:
     ) -> tuple[mx.array, dict[str, mx.array]]:
         """The loss with everything that varies from row to row among the arguments; `layout` gives the structure."""
         sums = {}
-        with swapped(self.lora.slots(), values):
-            for number, stream in enumerate(layout.streams):
-                self.lora.dropout_keys.stream = number
-                logits = self.stack.whole(replace(stream, tokens=tokens[number]))
-                for name, (rows, targets, weights) in scored.items():
-                    if layout.spans[name].stream == number:
-                        picked = logits if layout.scores_all(name) else mx.take(logits, rows, axis=-2)
-                        sums[name] = (log_softmax_at(picked, targets) * weights).sum()
+        for number, stream in enumerate(layout.streams):
+            self.lora.dropout_keys.stream = number
+            logits = self.stack.whole(replace(stream, tokens=tokens[number]))
+            for name, (rows, targets, weights) in scored.items():
+                if layout.spans[name].stream == number:
+                    picked = logits if layout.scores_all(name) else mx.take(logits, rows, axis=-2)
+                    sums[name] = (log_softmax_at(picked, targets) * weights).sum()
         value = self.loss(sums, counts)
         return value.total, value.metrics
 

@@ -13,15 +13,18 @@ has its own key made from that one, so the mask is also the same when a module w
 import fnmatch
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from segtrain.packing import Packed, Packing
 
 ALL_LINEAR = "all-linear"
 LINEAR = (nn.Linear, nn.QuantizedLinear)
@@ -56,6 +59,43 @@ class DropoutKeys:
         return mx.random.key(int.from_bytes(digest, "little"))
 
 
+@dataclass
+class Casts:
+    """What the products of all LoRA modules take instead of A and B: A and scale * B in the activations' dtype.
+
+    Each module makes its own from its float32 masters, unless one of the right dtype is at hand in `made`.
+    """
+
+    made: dict[tuple[int, str], mx.array] = field(default_factory=dict)
+    taken: set[tuple[int, str]] = field(default_factory=set)
+
+    @contextmanager
+    def at_hand(self, slots: "Sequence[Slot]", arrays: Sequence[mx.array]) -> Iterator[set[tuple[int, str]]]:
+        """While the block runs, modules may take `arrays` in these slots' place; gives the keys of those taken."""
+        before = self.made, self.taken
+        self.made, self.taken = {slot.place: array for slot, array in zip(slots, arrays, strict=True)}, set()
+        try:
+            yield self.taken
+        finally:
+            self.made, self.taken = before
+
+    def __call__(self, module: nn.Module, dtype: mx.Dtype) -> list[mx.array]:
+        """A and scale * B of a LoRA module."""
+        found = []
+        for key, scale in zip(TRAINABLE, (1.0, module.scale), strict=True):
+            made = self.made.get((id(module), key))
+            if made is not None and made.dtype == dtype:
+                self.taken.add((id(module), key))
+                found.append(made)
+            else:
+                found.append(scaled(module[key], scale).astype(dtype))
+        return found
+
+
+def scaled(value: mx.array, scale: float) -> mx.array:
+    return value if scale == 1 else scale * value
+
+
 @dataclass(frozen=True)
 class Dropout:
     """Inverted dropout of probability `p`, keyed by module name."""
@@ -79,10 +119,18 @@ class Dropout:
 class LoRALinear(nn.Module):
     """LoRA on a dense or quantised linear layer: A [in, r], B [r, out]."""
 
-    def __init__(self, linear: nn.Module, rank: int, scale: float, dropout: Dropout | None = None):
+    def __init__(
+        self,
+        linear: nn.Module,
+        rank: int,
+        scale: float,
+        dropout: Dropout | None = None,
+        casts: Casts | None = None,
+    ):
         super().__init__()
         self.linear = linear
         self.scale = scale
+        self._casts = casts or Casts()
         self.first_token = 0  # the stream's token in its first row: set by who calls it with a chunk of them
         self._dropout = dropout
         outputs, inputs = _dense_shape(linear)
@@ -92,7 +140,8 @@ class LoRALinear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         y = self.linear(x)
         z = self._dropout(x, self.first_token) if self._dropout else x
-        z, b = z @ self.lora_a.astype(x.dtype), (self.scale * self.lora_b).astype(x.dtype)
+        a, b = self._casts(self, x.dtype)
+        z = z @ a
         if y.dtype == x.dtype and x.dtype in FUSED_ADD:
             return mx.addmm(y, z, b)
         return y + (z @ b).astype(y.dtype)
@@ -101,10 +150,18 @@ class LoRALinear(nn.Module):
 class LoRASwitchLinear(nn.Module):
     """LoRA on stacked experts: A [E, r, in], B [E, out, r]; `indices` name each row's expert."""
 
-    def __init__(self, linear: nn.Module, rank: int, scale: float, dropout: Dropout | None = None):
+    def __init__(
+        self,
+        linear: nn.Module,
+        rank: int,
+        scale: float,
+        dropout: Dropout | None = None,
+        casts: Casts | None = None,
+    ):
         super().__init__()
         self.linear = linear
         self.scale = scale
+        self._casts = casts or Casts()
         self._dropout = dropout
         experts, outputs, inputs = _dense_shape(linear)
         self.num_experts = experts
@@ -114,9 +171,8 @@ class LoRASwitchLinear(nn.Module):
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         y = self.linear(x, indices, sorted_indices=sorted_indices)
         z = self._dropout(x) if self._dropout else x
-        for weight in (self.lora_a, self.scale * self.lora_b):
-            weight = weight.astype(x.dtype).swapaxes(-1, -2)
-            z = mx.gather_mm(z, weight, rhs_indices=indices, sorted_indices=sorted_indices)
+        for factor in self._casts(self, x.dtype):
+            z = mx.gather_mm(z, factor.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
         return y + z.astype(y.dtype)
 
 
@@ -132,6 +188,10 @@ class Slot:
     def value(self) -> mx.array:
         return self.module[self.key]
 
+    @property
+    def place(self) -> tuple[int, str]:
+        return id(self.module), self.key
+
 
 @dataclass
 class Lora:
@@ -143,6 +203,8 @@ class Lora:
     scale: float
     dropout: float
     dropout_keys: DropoutKeys = field(default_factory=DropoutKeys)
+    casts: Casts = field(default_factory=Casts)
+    _packed: Packed | None = None
 
     @property
     def lowest(self) -> int:
@@ -155,9 +217,47 @@ class Lora:
     def values(self) -> dict[str, mx.array]:
         return {slot.name: slot.value for slot in self.slots()}
 
-    def set(self, values: dict[str, mx.array]) -> None:
+    def set(self, values: Mapping[str, mx.array]) -> None:
         for slot in self.slots():
             slot.module[slot.key] = values[slot.name]
+        self._packed = values if isinstance(values, Packed) and values.packing == self.packing else None
+
+    @cached_property
+    def packing(self) -> Packing:
+        """The order in which the parameters are packed: every A, then every B."""
+        return Packing.of({slot.name: slot.value for slot in self.packed_slots})
+
+    @cached_property
+    def packed_slots(self) -> list[Slot]:
+        return sorted(self.slots(), key=lambda slot: slot.key)
+
+    @cached_property
+    def dtype(self) -> mx.Dtype:
+        """Of the activations, as the first adapted layer's weights tell it."""
+        arrays = [array for array in self.packed_slots[0].module.linear.values() if isinstance(array, mx.array)]
+        return next((array.dtype for array in arrays if mx.issubdtype(array.dtype, mx.floating)), mx.bfloat16)
+
+    def packed(self) -> Packed:
+        """The parameters as one array."""
+        known = self._packed
+        if known is None or any(slot.value is not known[slot.name] for slot in self.slots()):
+            known = self.packing.pack(self.values())
+            self.set(known)
+        return known
+
+    def cast(self, params: mx.array, dtype: mx.Dtype) -> mx.array:
+        """A and scale * B in `dtype`, packed, of packed parameters."""
+        a, b = self._halves(params)
+        return mx.concatenate([a.astype(dtype), scaled(b, self.scale).astype(dtype)])
+
+    def cast_back(self, grads: Sequence[mx.array]) -> mx.array:
+        """Packed gradients with respect to the parameters, float32, of those with respect to the arrays in `cast`."""
+        a, b = (half.astype(mx.float32) for half in self._halves(self.packing.join(grads)))
+        return mx.concatenate([a, scaled(b, self.scale)])
+
+    def _halves(self, packed: mx.array) -> tuple[mx.array, mx.array]:
+        split = next(self.packing.spans[slot.name][0] for slot in self.packed_slots if slot.key == TRAINABLE[1])
+        return packed[:split], packed[split:]
 
 
 @contextmanager
@@ -198,7 +298,7 @@ def attach(
             if path in keys:
                 kind = LoRASwitchLinear if isinstance(linear, EXPERTS) else LoRALinear
                 dropped = Dropout(dropout, name, lora.dropout_keys) if dropout else None
-                module = kind(linear, rank, scale, dropped)
+                module = kind(linear, rank, scale, dropped, lora.casts)
                 module.linear.freeze()
                 module.lora_a = _initial_a(module.lora_a.shape, linear, name, seed)
                 model.layers[i].update_modules(tree_unflatten([(path, module)]))

@@ -1,7 +1,8 @@
 """Optimiser updates on flat dicts of parameters, their learning-rate schedule, and gradient clipping.
 
-Parameters, gradients and the optimiser's state are flat: `{mlx-lm name: array}` and `{"<name>.<slot>": array}`. All
-arithmetic is that of `mlx.optimizers`, with three choices that differ from its defaults:
+Parameters, gradients and the optimiser's state are flat: `{mlx-lm name: array}` and `{"<name>.<slot>": array}`. An
+optimiser that treats each number by itself works on all of them as one array. All arithmetic is that of
+`mlx.optimizers`, with three choices that differ from its defaults:
 
 - Adam and AdamW correct the bias of their moments, as their papers do
   (`optimizer_config: {bias_correction: false}` turns it off);
@@ -12,24 +13,26 @@ arithmetic is that of `mlx.optimizers`, with three choices that differ from its 
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.optimizers as optimizers
 
 from segtrain.errors import RunFailed, UserError
+from segtrain.packing import ALIGN, Packed, Packing
 from segtrain.recipe import TrainRecipe
 
 Arrays = dict[str, mx.array]
 STEP = "step"
+PACKED = "packed"  # the name of the one array that elementwise optimisers work on
 
 
 class Optimizer:
     """The optimiser that `train` names, with a schedule over `total_steps` updates.
 
-    `step` counts the updates done. `compiled`: an update is one graph, whose hundreds of small operations a GPU would
-    else be handed one by one (None: on a GPU only). Raises UserError for an option that the optimiser doesn't have.
+    `step` counts the updates done. `compiled`: an update is one graph (None: on a GPU only). Raises UserError for an
+    option that the optimiser doesn't have.
     """
 
     def __init__(self, train: TrainRecipe, total_steps: int, *, compiled: bool | None = None):
@@ -41,6 +44,8 @@ class Optimizer:
         self.total_steps = total_steps
         self.step = 0
         self._inner = _make(train)
+        self._elementwise = train.optimizer in ELEMENTWISE
+        self._packing = Packing(())
         self._compiled = mx.default_device() != mx.Device(mx.cpu) if compiled is None else compiled
         self._apply: Callable[[Arrays, Arrays, mx.array], Arrays] = self._scaled
         self._known: Arrays | None = None  # the state to go on with, until parameters are seen
@@ -64,7 +69,7 @@ class Optimizer:
             case "cosine":
                 return final + (base - final) * 0.5 * (1 + math.cos(math.pi * done))
 
-    def update(self, params: Arrays, grads: Arrays, factor: float = 1.0) -> Arrays:
+    def update(self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], factor: float = 1.0) -> Packed:
         """New parameters after one update by `factor` times `grads` at the current learning rate.
 
         They and the state are evaluated. `params` and `grads` have the same names at every update. Raises RunFailed
@@ -73,10 +78,16 @@ class Optimizer:
         assert params.keys() == grads.keys(), sorted(params.keys() ^ grads.keys())
         self._begin(params)
         self._inner.learning_rate = self.learning_rate(self.step)
-        new = self._apply(params, {name: grads[name] for name in params}, mx.array(factor, mx.float32))
-        mx.eval(new, self._inner.state)
+        pack = self._packing.pack
+        new = self._apply(self._unit(pack(params)), self._unit(pack(grads)), mx.array(factor, mx.float32))
+        packed = Packed(self._packing, new[PACKED]) if self._elementwise else pack(new)
+        mx.eval(packed.array, self._inner.state)
         self.step += 1
-        return new
+        return packed
+
+    def _unit(self, arrays: Packed) -> Arrays:
+        """What the inner optimiser works on: one array, or the named ones."""
+        return {PACKED: arrays.array} if self._elementwise else dict(arrays)
 
     def _scaled(self, params: Arrays, grads: Arrays, factor: mx.array) -> Arrays:
         scaled = {name: (grads[name] * factor).astype(value.dtype) for name, value in params.items()}
@@ -89,8 +100,9 @@ class Optimizer:
             return dict(self._known)
         state = {STEP: mx.array(self.step, mx.uint64)}
         for name, slots in self._inner.state.items():
-            if isinstance(slots, dict):
-                state |= {f"{name}.{slot}": value for slot, value in slots.items()}
+            for slot, value in slots.items() if isinstance(slots, dict) else ():
+                named = Packed(self._packing, value) if name == PACKED else {name: value}
+                state |= {f"{name}.{slot}": array for name, array in named.items()}
         return state
 
     def load_state_dict(self, state: Arrays) -> None:
@@ -100,27 +112,35 @@ class Optimizer:
         self.step = int(cast(int, state[STEP].item()))
         self._known = dict(state)
 
-    def _begin(self, params: Arrays) -> None:
+    def _begin(self, params: Mapping[str, mx.array]) -> None:
         """Make the inner optimiser's state at the first update after the start or after a load."""
         if self._inner._initialized and self._known is None:
             return
+        packed = params if isinstance(params, Packed) else Packing.of(params).pack(params)
+        self._packing = packed.packing
         self._inner.state = {STEP: mx.array(self.step, mx.uint64)}
-        self._inner.init(params)
+        self._inner.init(self._unit(packed))
         if self._known is not None and self.step > 0:
-            fresh = {name: slots for name, slots in self._inner.state.items() if isinstance(slots, dict)}
-            _check_state(fresh, self._known)
-            for name, slots in fresh.items():
-                slots.update({slot: self._known[f"{name}.{slot}"] for slot in slots})
+            known, self._known = self._known, None
+            _check_state(self.state_dict(), known)
+            for name, slots in self._inner.state.items():
+                for slot in slots if isinstance(slots, dict) else ():
+                    names = packed if name == PACKED else (name,)
+                    found = {name: known[f"{name}.{slot}"] for name in names}
+                    slots[slot] = self._packing.pack(found).array if name == PACKED else found[name]
         self._known = None
         if self._compiled:  # anew, since it holds on to this state
             state = [self._inner.state]
             self._apply = mx.compile(self._scaled, inputs=state, outputs=state)
 
 
-def global_norm(grads: Arrays) -> float:
+def global_norm(grads: Mapping[str, mx.array]) -> float:
     """The Euclidean norm of all arrays together, in float32; the order of their names doesn't matter."""
-    squares = [mx.sum(mx.square(grads[name].astype(mx.float32))) for name in sorted(grads)]
-    return math.sqrt(cast(float, mx.sum(mx.stack(squares)).item())) if squares else 0.0
+    if not grads:
+        return 0.0
+    packed = grads if isinstance(grads, Packed) else Packing.of(dict(sorted(grads.items()))).pack(grads)
+    squares = mx.square(packed.array.astype(mx.float32)).reshape(-1, ALIGN).sum(axis=-1)
+    return math.sqrt(cast(float, mx.sum(squares).item()))
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
@@ -157,6 +177,7 @@ def _orthogonalised(x: mx.array, steps: int) -> mx.array:
     return x.swapaxes(-1, -2) if tall else x
 
 
+ELEMENTWISE = ("adamw", "adam", "sgd")
 # optimizer: (class, options that differ from mlx's defaults, has weight decay)
 _KINDS: dict[str, tuple[Callable[..., optimizers.Optimizer], dict[str, Any], bool]] = {
     "adamw": (optimizers.AdamW, {"bias_correction": True}, True),
@@ -196,10 +217,9 @@ def _check_options(train: TrainRecipe, kind: Callable[..., optimizers.Optimizer]
             raise UserError(f"train.optimizer_config.{name}: {train.optimizer} has no such option; it has {known}")
 
 
-def _check_state(fresh: dict[str, dict[str, mx.array]], saved: Arrays) -> None:
+def _check_state(fresh: Arrays, saved: Arrays) -> None:
     """Raises RunFailed unless `saved` has exactly the names, shapes and dtypes of a fresh state."""
-    expected = {f"{name}.{slot}": value for name, slots in fresh.items() for slot, value in slots.items()}
-    found = {name: value for name, value in saved.items() if name != STEP}
+    expected, found = ({k: v for k, v in state.items() if k != STEP} for state in (fresh, saved))
     odd = sorted(expected.keys() ^ found.keys())
     odd += [name for name in expected.keys() & found.keys() if not _alike(expected[name], found[name])]
     if odd:

@@ -21,6 +21,7 @@ from segtrain.errors import RunFailed
 from segtrain.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE, Layout
 from segtrain.losses import Loss, LossValue
 from segtrain.optim import Optimizer, clip_factor, global_norm
+from segtrain.packing import Packed
 from segtrain.runstate import RunState
 from segtrain.session import Session
 
@@ -76,7 +77,7 @@ class Update:
     """One optimiser update: its totals, the gradient's norm, and whether it was applied (not where it isn't finite)."""
 
     totals: Totals
-    grads: dict[str, mx.array] = field(default_factory=dict)
+    grads: Packed | None = None
     rows: list[tuple[int, Row]] = field(default_factory=list)  # this rank's, with their numbers in the run
     norm: float = math.nan
     applied: bool = False
@@ -109,20 +110,21 @@ class Updates:
             state.rows += self.ranks.size
             self._accumulate(update, *update.rows[-1])
         update.totals.stop = stop()
+        assert update.grads is not None
         with self.meter("exchange", 0) if self.ranks.size > 1 else nullcontext():
-            update.grads = update.totals.exchange(self.ranks, update.grads)
+            summed = update.totals.exchange(self.ranks, {"grads": update.grads.array})
         with self.meter("optimizer", 0):
-            self._apply(update)
-        update.grads = {}
+            self._apply(update, update.grads.with_array(summed["grads"]))
+        update.grads = None
         state.bad_steps = 0 if update.applied else state.bad_steps + 1
         state.shared_pairs += update.totals.shared_pairs
         return update
 
     def _accumulate(self, update: Update, number: int, row: Row) -> None:
         step, layout = self._step(number, row)
-        for name, grad in step.grads.items():
-            update.grads[name] = update.grads[name] + grad if name in update.grads else grad
-        mx.eval(update.grads)
+        grads = step.grads if update.grads is None else step.grads.with_array(update.grads.array + step.grads.array)
+        mx.eval(grads.array)
+        update.grads = grads
         update.totals.add(step.loss, layout)
         if isinstance(row, PreferenceRow) and self.session.shares(row):
             update.totals.shared_tokens += len(row.prompt)
@@ -141,14 +143,14 @@ class Updates:
                 ) from error
             raise
 
-    def _apply(self, update: Update) -> None:
+    def _apply(self, update: Update, grads: Packed) -> None:
         """Clip and update the adapter, unless the loss or the gradient isn't finite."""
         train, lora = self.session.recipe.train, self.session.lora
-        update.norm = global_norm(update.grads) / update.totals.weight
+        update.norm = global_norm(grads) / update.totals.weight
         update.applied = math.isfinite(update.norm) and math.isfinite(update.totals.loss)
         if update.applied:
             factor = clip_factor(update.norm, train.max_grad_norm) / update.totals.weight
-            lora.set(self.optimizer.update(lora.values(), update.grads, factor))
+            lora.set(self.optimizer.update(lora.packed(), grads, factor))
 
     def origins(self, update: Update) -> list[str]:
         """Where the update's rows came from, on all ranks."""

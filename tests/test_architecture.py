@@ -56,7 +56,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "terminal": RICH,
     "trainer": MLX,
 }
-ATTENTION = {"attention", "attention_band", "attention_blocks", "attention_reference"}
+ATTENTION = {"attention", "attention_band", "attention_blocks", "attention_reference", "attention_turns"}
 # Modules of segtrain that a module may import; the ones that aren't listed may import all but `NEVER`.
 INTERNAL: dict[str, set[str]] = {
     "segments": set(),
@@ -64,10 +64,11 @@ INTERNAL: dict[str, set[str]] = {
     "layouts": set(),
     "signals": set(),
     "losses": {"layouts"},
+    "packing": set(),
     "logprobs": {"layouts"},
     "events": set(),
-    "lora": {"errors"},
-    "engine": {"layouts", "logprobs", "lora", "losses", "segments"},
+    "lora": {"errors", "packing"},
+    "engine": {"layouts", "logprobs", "lora", "losses", "packing", "segments"},
     "recipe": {"errors", "mlx_lm_keys", "recipe_problems", "recipe_yaml"},
     "recipe_yaml": {"errors"},
     "recipe_problems": {"errors"},
@@ -75,7 +76,7 @@ INTERNAL: dict[str, set[str]] = {
     "data": {"data", "errors", "events", "hub", "recipe"},
     "models": {"models", "errors", "hub", "layouts", "lora", "segments", *ATTENTION},
     **{name: {*ATTENTION, "layouts"} for name in ATTENTION},
-    "optim": {"errors", "recipe"},
+    "optim": {"errors", "packing", "recipe"},
     "terminal": {"terminal", "events", "errors"},
     "progress": {"terminal", "events", "errors"},
     "report": {"report", "terminal", "errors"},

@@ -127,15 +127,28 @@ def test_sizes_are_powers_of_two_and_all() -> None:
     assert sizes(36) == [1, 2, 4, 8, 16, 32, 36]
 
 
-def test_small_command_buffers_are_asked_for_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, wanted in (("cuda", backends.CUDA_BUFFERS), ("cpu", {}), ("metal", {})):
-        monkeypatch.setattr(backends, "_here", lambda name=name: backends.BACKENDS[name])
-        environment: dict[str, str] = {}
-        backends.set_buffers(environment)
-        assert environment == wanted
+@pytest.mark.parametrize(
+    ("name", "longest", "wanted"),
+    [
+        ("cuda", backends.SHORT_ROWS + 1, backends.CUDA_BUFFERS),
+        ("cuda", backends.SHORT_ROWS, {}),
+        ("cpu", 8192, {}),
+        ("metal", 8192, {}),
+    ],
+)
+def test_small_command_buffers_are_for_long_rows_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, name: str, longest: int, wanted: dict[str, str]
+) -> None:
+    monkeypatch.setattr(backends, "_here", lambda: backends.BACKENDS[name])
+    environment: dict[str, str] = {}
+    backends.set_buffers(environment, longest)
+    assert environment == wanted
+
+
+def test_command_buffers_that_the_user_chose_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_here", lambda: backends.BACKENDS["cuda"])
     chosen = {"MLX_MAX_OPS_PER_BUFFER": "50"}
-    backends.set_buffers(chosen)
+    backends.set_buffers(chosen, 8192)
     assert chosen["MLX_MAX_OPS_PER_BUFFER"] == "50"
 
 

@@ -13,6 +13,7 @@ import pytest
 import tiny_run
 
 from segtrain import checkpoint
+from segtrain.engine import Step
 from segtrain.errors import RunFailed, UserError
 from segtrain.events import DataRead, Evaluated, Event, Memory, Notice, PlanChosen, RunEnded, RunStarted, TrainStep
 from segtrain.guards import ALLOWANCE, SLACK, WARM_UP, Growth
@@ -217,7 +218,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
     def step(self: Updates, number: int, row: Any) -> Any:
         found, layout = inner(self, number, row)
         if row.origin.line in bad:
-            found.grads.update({name: grad * float("nan") for name, grad in found.grads.items()})
+            found = Step(found.loss, found.grads.with_array(found.grads.array * float("nan")))
         return found, layout
 
     monkeypatch.setattr(Updates, "_step", step)

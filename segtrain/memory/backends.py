@@ -104,13 +104,18 @@ def with_buffers(backend: Backend, environment: Mapping[str, str]) -> Backend:
     return replace(backend, run_ahead=RUN_AHEAD_SMALL, held=HELD_SMALL, chunks_help=True, overlaps=False)
 
 
-# On an H200 these cost no time at 8,192 tokens and save 1 to 2 GiB (`benchmarks/floor.py`); on Metal nobody measured.
+# On an H200 these cost no time at 8,192 tokens and save 1 to 2 GiB; at 512 tokens, where the GPU waits for the next
+# operation to be handed to it, they cost a tenth and save 0.3 GiB (`benchmarks/floor.py`). On Metal nobody measured.
 CUDA_BUFFERS = {"MLX_MAX_MB_PER_BUFFER": "100", "MLX_MAX_OPS_PER_BUFFER": "8"}
+SHORT_ROWS = 1024
 
 
-def set_buffers(environment: MutableMapping[str, str]) -> None:
-    """Ask for small command buffers on CUDA, unless the user has chosen. MLX reads these when it is imported."""
-    if _here().name == "cuda":
+def set_buffers(environment: MutableMapping[str, str], longest: int) -> None:
+    """Ask for small command buffers on CUDA, unless all rows are short or the user has chosen.
+
+    `longest`: tokens of the longest row. MLX reads these variables when it is imported.
+    """
+    if _here().name == "cuda" and longest > SHORT_ROWS:
         for name, value in CUDA_BUFFERS.items():
             environment.setdefault(name, value)
 
