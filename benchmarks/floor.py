@@ -40,6 +40,7 @@ GIB = 2**30
 # A command buffer holds its kernels' temporaries until it completes: small ones for memory, large ones for speed.
 SMALL = {"MLX_MAX_MB_PER_BUFFER": "100", "MLX_MAX_OPS_PER_BUFFER": "8"}
 LARGE = {"MLX_MAX_MB_PER_BUFFER": "1000", "MLX_MAX_OPS_PER_BUFFER": "50"}
+PLAIN = {**SMALL, "MLX_USE_CUDA_GRAPHS": "0"}
 LEAN = {"compiled": True, "mlp_rows": 2048, "head_chunk": 512}
 FAST = {"compiled": True, "head_chunk": 1024, "lookahead": 2}
 SHARED = {"T": 8192, "response": 512}
@@ -57,6 +58,10 @@ JOBS: dict[str, dict] = {  # the most important first; a key of a variant overri
                             {"lookahead": 2, "limit_gib": 3.0, "mlp_rows": 1024},
                             {"lookahead": 2, "limit_gib": 3.2, "mlp_rows": 1024},
                             {"lookahead": 1, "limit_gib": 3.2, "mlp_rows": 1024}]},
+    "packed-plain": {"title": "4-bit, without CUDA graphs", "bits": 4, "T": 8192, "env": PLAIN, **LEAN,
+                     "dequantize": True, "timeout": 100,
+                     "variants": [{"lookahead": 2, "limit_gib": 3.0}, {"lookahead": 1, "limit_gib": 3.0},
+                                  {"lookahead": 2, "limit_gib": 3.0, "mlp_rows": 1024}]},
     "longest": {"title": "4-bit, longest context", "bits": 4, "T": 131072, "env": SMALL, **LEAN, "dequantize": True,
                 "stride": 4, "limit_gib": 22, "steps": 1, "warm": False, "timeout": 240, "variants": [{}]},
     "16k": {"title": "bf16, T = 16384", "T": 16384, "env": SMALL, **LEAN, "mlp_rows": 4096, "timeout": 120,

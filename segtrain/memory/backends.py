@@ -28,6 +28,7 @@ class Backend:
     - `chunks_help`: an MLP in chunks frees memory; a large command buffer holds all chunks' temporaries until its end;
     - `overlaps`: with look-ahead 2 the next segment is at work before the last one is done;
     - `norms_widen`: norms of half-precision inputs keep float32 copies;
+    - `workspace`: bytes that matrix products in flight hold for themselves;
     - `unpacking`: bytes for each weight that is being expanded from a packed one, beside its dense copy;
     - `compiles`: compiled segments pay; `speed`: (matmul, attention, elementwise) of the time model, see `timing`.
     """
@@ -40,6 +41,7 @@ class Backend:
     chunks_help: bool = True
     overlaps: bool = True
     norms_widen: bool = False
+    workspace: int = 0
     unpacking: float = 0.0
     compiles: bool = False
     head_dims: frozenset[int] = frozenset()
@@ -72,6 +74,7 @@ BACKENDS: dict[Name, Backend] = {
         run_ahead=1.4,
         fuses=True,
         chunks_help=False,
+        workspace=400 << 20,
         compiles=True,
         head_dims=frozenset(range(8, 129, 8)),
         query_multiple=128,

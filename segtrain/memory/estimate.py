@@ -110,6 +110,8 @@ class Estimator:
     def peak(self, row: RowShape, plan: Plan) -> Peak:
         """The highest moment of one step on `row`."""
         moments = list(self._full(row, plan) if plan.backward == "full" else self._segmented(row, plan))
+        for _, parts in moments:
+            parts["layer"] = parts.get("layer", 0.0) + self.backend.workspace
         moments.append(("optimizer", {"adapter": UPDATE_COPIES * sum(self.adapter)}))
         base = {"model": float(self.resident), "adapter": float(self.state)}
         highest: dict[str, float] = {}

@@ -6,8 +6,9 @@ With frozen weights a matrix product's backward costs as much as its forward, at
     segmented   forward + recomputed forward + backward; of kept layers only what isn't a product is recomputed;
                 a stride adds a second recomputation
 
-`OVERHEAD` tokens stand for what a layer's pass costs however short the row is. The other factors are measured shares:
-on an H200 at the 8B shape, T = 8192 (look-ahead, compilation, chunked MLP, products of packed weights).
+`OVERHEAD` tokens stand for what a layer's pass costs however short the row is. On a fast GPU, short rows are bound by
+the time it takes to hand it the operations, of which segments have far more than full backward: `Speed.launch`. The
+factors were fitted to an H200's times at the 8B shape (`benchmarks/plan_accuracy.py --set gpu`, `benchmarks/floor.py`).
 """
 
 from dataclasses import dataclass
@@ -19,12 +20,11 @@ from segtrain.memory.shapes import Layer, Model
 
 OVERHEAD = 128
 ATTENTION_BACKWARD = 2.5
-LOOKAHEAD = (1.0, 0.98, 0.93)
+LOOKAHEAD = (1.0, 0.99, 0.98)
 COMPILED = 0.95
-CHUNK_TOKENS = 60
+LAUNCH = (1600, 5000, 3000)
 TIGHT = 1.2  # a step whose device waits for memory
 EDGE_TOKENS = 4  # what one more segment costs, in tokens of a layer
-
 
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -37,12 +37,13 @@ class Speed:
     lookahead: tuple[float, float, float] = (1.0, 1.0, 1.0)
     compiled: float = 1.0
     mlp_chunks: float = 1.03
-    chunk_tokens: int = 0  # what each chunk of an MLP costs, in tokens of it
+    launch: tuple[int, int, int] = (0, 0, 0)
+    """The least that a layer costs, in tokens of one product: full, segmented, and for each chunk of its MLP."""
 
 
 DEFAULTS = {
     "cpu": Speed(),
-    "cuda": Speed(packed=3.0, lookahead=LOOKAHEAD, compiled=COMPILED, mlp_chunks=1.0, chunk_tokens=CHUNK_TOKENS),
+    "cuda": Speed(packed=3.0, lookahead=LOOKAHEAD, compiled=COMPILED, mlp_chunks=1.0, launch=LAUNCH),
     "metal": Speed(packed=1.0, lookahead=LOOKAHEAD, compiled=COMPILED),
 }
 
@@ -63,7 +64,7 @@ class Timer:
         total = sum(self._stream(rows, plan) for rows in row.streams)
         head = 2 * self.model.hidden * self.model.vocabulary * sum(map(sum, row.scored)) * self._packed(plan)
         chunks = sum(-(-count // plan.head_chunk) for spans in row.scored for count in spans)
-        total += 2 * head
+        total = max(total, self._launches(row, plan)) + 2 * head
         if plan.backward == "segmented":
             total += chunks * EDGE_TOKENS * self.model.hidden * self.model.vocabulary
         if plan.compiled:
@@ -71,6 +72,15 @@ class Timer:
         if plan.tight:
             total *= TIGHT
         return total * (1.0 if plan.backward == "full" else self.speed.lookahead[plan.lookahead])
+
+    def _launches(self, row: RowShape, plan: Plan) -> float:
+        """What handing all operations to the device costs."""
+        full, segmented, chunk = self.speed.launch
+        tokens = 0
+        for rows in row.streams:
+            chunks = -(-rows // plan.mlp_rows) if plan.mlp_rows is not None and rows > plan.mlp_rows else 0
+            tokens += full if plan.backward == "full" else segmented + chunk * chunks
+        return 2.0 * tokens * sum(map(_active, self.model.layers))
 
     def _packed(self, plan: Plan) -> float:
         """What products of packed weights cost more than dense ones, where the plan leaves them packed."""
@@ -89,8 +99,6 @@ class Timer:
                 recomputed = (1.0 - kept) * self._again(layer, plan, rows) + (plan.stride - 1) / plan.stride
                 forwards += 1 + (plan.stride - 1) / plan.stride
             chunked = plan.mlp_rows is not None and rows > plan.mlp_rows and i >= self.lowest
-            if chunked and plan.mlp_rows:
-                total += 4.0 * _mlp_weights(layer) * self.speed.chunk_tokens * (rows // plan.mlp_rows) * packed
             backward = (self.speed.mlp_chunks if chunked else 1.0) if i >= self.lowest else 0.0
             total += matmul * (1 + recomputed + backward) + attention * (forwards + ATTENTION_BACKWARD * bool(backward))
         edges = 0 if plan.backward == "full" else -(-count // plan.segment_size)
