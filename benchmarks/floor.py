@@ -23,6 +23,7 @@ import platform
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -48,20 +49,19 @@ SHARED = {"T": 8192, "response": 512}
 JOBS: dict[str, dict] = {  # the most important first; a key of a variant overrides the job's
     "memory": {"title": "bf16, memory first", "T": 8192, "env": SMALL, **LEAN, "timeout": 150,
                "variants": [{"lookahead": 1}, {"lookahead": 2, "limit_gib": 3.0}, {"lookahead": 1, "limit_gib": 3.0},
-                            {"lookahead": 2, "limit_gib": 3.0, "mlp_rows": 1024}]},
+                            {"lookahead": 2, "limit_gib": 3.0, "fused_elements": 1 << 24}]},
     "speed": {"title": "bf16, speed first", "T": 8192, "env": SMALL, **FAST, "limit_gib": 21.3, "timeout": 150,
               "variants": [{"keep": 0}, {"keep": 24}, {"keep": 26}]},
     "mlx-lm": {"title": "bf16, mlx-lm --grad-checkpoint", "T": 8192, "system": "mlx-lm", "timeout": 120,
                "variants": [{}]},
     "packed": {"title": "4-bit", "bits": 4, "T": 8192, "env": SMALL, **LEAN, "dequantize": True, "timeout": 150,
                "variants": [{"lookahead": 1}, {"lookahead": 2, "limit_gib": 3.0},
-                            {"lookahead": 2, "limit_gib": 3.0, "mlp_rows": 1024},
-                            {"lookahead": 2, "limit_gib": 3.2, "mlp_rows": 1024},
-                            {"lookahead": 1, "limit_gib": 3.2, "mlp_rows": 1024}]},
+                            {"lookahead": 2, "limit_gib": 3.0, "fused_elements": 1 << 24},
+                            {"lookahead": 2, "limit_gib": 3.0, "fused_elements": 1 << 23}]},
     "packed-plain": {"title": "4-bit, without CUDA graphs", "bits": 4, "T": 8192, "env": PLAIN, **LEAN,
                      "dequantize": True, "timeout": 100,
-                     "variants": [{"lookahead": 2, "limit_gib": 3.0}, {"lookahead": 1, "limit_gib": 3.0},
-                                  {"lookahead": 2, "limit_gib": 3.0, "mlp_rows": 1024}]},
+                     "variants": [{"lookahead": 2, "limit_gib": 3.0},
+                                  {"lookahead": 2, "limit_gib": 3.0, "fused_elements": 1 << 24}]},
     "longest": {"title": "4-bit, longest context", "bits": 4, "T": 131072, "env": SMALL, **LEAN, "dequantize": True,
                 "stride": 4, "limit_gib": 22, "steps": 1, "warm": False, "timeout": 240, "variants": [{}]},
     "16k": {"title": "bf16, T = 16384", "T": 16384, "env": SMALL, **LEAN, "mlp_rows": 4096, "timeout": 120,
@@ -79,7 +79,8 @@ JOBS: dict[str, dict] = {  # the most important first; a key of a variant overri
                       "timeout": 150, "variants": [{}]},
 }  # fmt: skip
 ENGINE = ("segment_size", "head_chunk", "keep", "stride", "lookahead", "compiled")
-SHOWN = (*ENGINE[1:5], "mlp_rows", "dequantize", "limit_gib", "full")
+FUSED_ELEMENTS = 1 << 28  # as `segtrain.attention` has it for CUDA
+SHOWN = (*ENGINE[1:5], "mlp_rows", "fused_elements", "dequantize", "limit_gib", "full")
 
 
 def build(shape: str, bits: int, dtype: str):
@@ -124,13 +125,15 @@ def measure(step, steps: int, warm: bool) -> dict:
 def segtrain_step(model, args, job):
     import mlx.core as mx
 
-    from segtrain import lora, losses
+    from segtrain import attention, lora, losses
     from segtrain.engine import FullBackward, SegmentedBackward
     from segtrain.layouts import pair, shared_prefix, single
     from segtrain.models.stack import LayerStack
     from segtrain.optim import Optimizer, clip_factor, global_norm
     from segtrain.recipe import TrainRecipe
 
+    rows, elements = attention.BACKENDS["cuda"], job.get("fused_elements", FUSED_ELEMENTS)
+    attention.BACKENDS["cuda"] = replace(rows, fused_elements=elements)
     if not hasattr(model, "_lora"):
         model._lora = lora.attach(model, rank=8, scale=20.0)
     stack = LayerStack(model)

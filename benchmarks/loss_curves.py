@@ -103,6 +103,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["bfloat16", "4bit"])
+    parser.add_argument("--options", nargs="*", help="beside full backward, some options only")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/loss_curves.jsonl")
     parser.add_argument("--table", type=Path, help="only print the table of this file")
@@ -127,6 +128,8 @@ def main() -> None:
         keep({"weights": weights, "truth": [round(x, 5) for x in truth]})
         full: list[float] = []
         for name, engine in (OPTIONS | (DENSE if bits else {})).items():
+            if options.options and name not in ("full", *options.options):
+                continue
             begun = time.perf_counter()
             losses = curve(bits, "bfloat16", engine, options.steps)
             full = full or losses
