@@ -385,21 +385,17 @@ class FullBackward:
 
         def function(params: mx.array, *inputs: Any) -> Any:
             lora, slots, views = self.lora, self.lora.packed_slots, self.lora.packing.views
-            taken: set[tuple[int, str]] = set()
 
             def total(masters: list[mx.array], casts: list[mx.array]) -> tuple[mx.array, dict[str, mx.array]]:
-                with swapped(slots, masters), lora.casts.at_hand(slots, casts) as found:
-                    result = self._total(layout, *inputs)
-                taken.update(found)
-                return result
+                with swapped(slots, masters), lora.casts.at_hand(slots, casts):
+                    return self._total(layout, *inputs)
 
             casts = views(lora.cast(params, lora.dtype))
             value, (of_masters, of_casts) = mx.value_and_grad(total, argnums=(0, 1))(views(params), casts)
-            if all(slot.place in taken for slot in slots):
-                return value, lora.cast_back(of_casts)
-            # Some modules work in another dtype, and made their own casts.
-            summed = zip(views(lora.cast_back(of_casts)), of_masters, strict=True)
-            return value, lora.packing.join([made + own for made, own in summed])
+            grads = lora.cast_back(of_casts)
+            if lora.casts.missed:  # some modules work in another dtype, and made their own casts
+                grads = grads + lora.packing.join(of_masters)
+            return value, grads
 
         if not self.compiled:
             return function

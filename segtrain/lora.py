@@ -67,29 +67,27 @@ class Casts:
     """
 
     made: dict[tuple[int, str], mx.array] = field(default_factory=dict)
-    taken: set[tuple[int, str]] = field(default_factory=set)
+    missed: bool = False
 
     @contextmanager
-    def at_hand(self, slots: "Sequence[Slot]", arrays: Sequence[mx.array]) -> Iterator[set[tuple[int, str]]]:
-        """While the block runs, modules may take `arrays` in these slots' place; gives the keys of those taken."""
-        before = self.made, self.taken
-        self.made, self.taken = {slot.place: array for slot, array in zip(slots, arrays, strict=True)}, set()
+    def at_hand(self, slots: "Sequence[Slot]", arrays: Sequence[mx.array]) -> Iterator[None]:
+        """While the block runs, modules may take `arrays` in these slots' place; `missed` says if one couldn't."""
+        before = self.made
+        self.made, self.missed = {slot.place: array for slot, array in zip(slots, arrays, strict=True)}, False
         try:
-            yield self.taken
+            yield
         finally:
-            self.made, self.taken = before
+            self.made = before
 
     def __call__(self, module: nn.Module, dtype: mx.Dtype) -> list[mx.array]:
         """A and scale * B of a LoRA module."""
-        found = []
-        for key, scale in zip(TRAINABLE, (1.0, module.scale), strict=True):
-            made = self.made.get((id(module), key))
-            if made is not None and made.dtype == dtype:
-                self.taken.add((id(module), key))
-                found.append(made)
-            else:
-                found.append(scaled(module[key], scale).astype(dtype))
-        return found
+        found = [self.made.get((id(module), key)) for key in TRAINABLE]
+        ready = [array for array in found if array is not None and array.dtype == dtype]
+        if len(ready) == len(TRAINABLE):
+            return ready
+        self.missed = True
+        scales = (1.0, module.scale)
+        return [scaled(module[key], scale).astype(dtype) for key, scale in zip(TRAINABLE, scales, strict=True)]
 
 
 def scaled(value: mx.array, scale: float) -> mx.array:

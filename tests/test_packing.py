@@ -76,15 +76,23 @@ class Widening(LoRALinear):
         return super().__call__(x.astype(mx.float32)).astype(x.dtype)
 
 
+class Both(Widening):
+    """One that computes in both."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(x) + LoRALinear.__call__(self, x)
+
+
+@pytest.mark.parametrize("kind", [Widening, Both])
 @pytest.mark.parametrize("widened", [0, 1, 3])
-def test_full_backward_where_some_modules_work_in_another_dtype(widened: int):
+def test_full_backward_where_some_modules_work_in_another_dtype(kind: type, widened: int):
     """Expected: plain autodiff with respect to each parameter, without packing or casts made beforehand."""
     model = tiny.build("llama")
     model.set_dtype(mx.bfloat16)
     lora = tiny.attach(model)
     linears = [slot.module for slot in lora.slots() if slot.key == "lora_a"]
     for module in linears[2 : 2 + widened]:
-        module.__class__ = Widening
+        module.__class__ = kind
     row, backward = tiny.row(), FullBackward(LayerStack(model), lora, losses.sft)
     slots = lora.slots()
 
