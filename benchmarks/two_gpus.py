@@ -239,16 +239,24 @@ class Worker:
         mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         return {"update": (time.perf_counter() - begun) / len(steps), **mean}
 
+    def measured(self, lengths: list[int], *, exchange: bool) -> dict[str, float]:
+        """The same, and the peak above the model, GiB."""
+        self.mx.clear_cache()
+        self.mx.reset_peak_memory()
+        found = self.timed(lengths, exchange=exchange)
+        above = (self.mx.get_peak_memory() - self.base) / 2**30
+        return found | {"above_gib": above, "base_gib": self.base / 2**30}
+
     def by_rank(self, found: dict[str, float]) -> list[dict[str, float]]:
         return [json.loads(text) for text in self.ranks.gather(json.dumps(found))]
 
 
 def work(shape: str, T: int, steps: int) -> None:
     worker = Worker(shape)
-    mx, ranks = worker.mx, worker.ranks
+    ranks = worker.ranks
     worker.step(T, exchange=False)  # kernels compile
     ranks.barrier()
-    alone = worker.timed([T] * steps, exchange=False) if ranks.writes else {"update": 0.0}
+    alone = worker.measured([T] * steps, exchange=False) if ranks.writes else {"update": 0.0}
     ranks.barrier()
     worker.step(T, exchange=True)
     pure = []
@@ -257,12 +265,8 @@ def work(shape: str, T: int, steps: int) -> None:
         begun = time.perf_counter()
         ranks.sum({"grads": worker.lora.packed().array}, [1.0])
         pure.append(time.perf_counter() - begun)
-    mx.clear_cache()
-    mx.reset_peak_memory()
     ranks.barrier()
-    both = worker.timed([T] * steps, exchange=True)
-    both["above_gib"] = (mx.get_peak_memory() - worker.base) / 2**30
-    both["base_gib"] = worker.base / 2**30
+    both = worker.measured([T] * steps, exchange=True)
     alone_by, both_by = worker.by_rank(alone), worker.by_rank(both)
     one, two = 1 / alone_by[0]["update"], 2 / max(b["update"] for b in both_by)
     line = {"part": "scaling", "shape": shape, "T": T, "steps": steps, "factor": two / one, "ok": two / one >= 1.9}
@@ -339,11 +343,11 @@ def summary(line: dict) -> str:
                 text += f"; to float32: one {line['err_one']:.2e}, two {line['err_two']:.2e}"
         case "scaling" if "factor" in line:
             phases = ", ".join(f"{k} {line['two'][0][k]:.4f} s" for k in ("rows", "exchange", "optimizer"))
-            above = ", ".join(f"{rank['above_gib']:.2f}" for rank in line["two"])
+            above = ", ".join(f"{rank['above_gib']:.2f}" for rank in (line["one"], *line["two"]))
             text = (
                 f"T {line['T']}: {line['rows_per_second_one']:.3f} rows/s on one, {line['rows_per_second_two']:.3f} on "
                 f"two: {line['factor']:.3f} x; {phases}; exchange alone {line['exchange_alone_seconds']:.4f} s; "
-                f"GiB above the model {above}"
+                f"GiB above the model, alone and together, {above}"
             )
         case "unequal":
             text = f"{line['order']:10} update {line['update_seconds']:.3f} s, "

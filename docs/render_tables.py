@@ -162,6 +162,8 @@ def gpus_table() -> str | None:
         ["exchange of the gradients", f"{scaling['exchange_alone_seconds']:.3f} s of {two[0]['update']:.2f} s"],
         ["GiB above the model, each GPU", " and ".join(f"{rank['above_gib']:.1f}" for rank in two)],
     ]
+    if "above_gib" in one:
+        rows.append(["the same, one GPU alone", f"{one['above_gib']:.1f}"])
     for line in lines:
         if line.get("part") == "unequal":
             share = f"{line['update_seconds']:.2f} s an update, {line['share_waiting']:.0%} of it waiting"
