@@ -10,7 +10,7 @@
 Shapes: q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv].
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -276,18 +276,33 @@ def _fused(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
 
     groups = list(_head_groups(q.shape[1], k.shape[1], k.shape[2] * max(q.shape[3], v.shape[3]), rule.rows))
     starts = list(range(0, q.shape[2], rule.rows.fused_rows))
-    if len(groups) * len(starts) == 1:
-        return call(q, k, v, slice(None))[:, :, :count]
+    if len(starts) == 1 and k.shape[1] % len(groups) == 0:
+        return _joined(_by_heads(q, k, v, groups, call), axis=1)[:, :, :count]
     turns = Turns(k, v)
     for start, block in zip(starts, cut(q, starts[1:], axis=2), strict=True):
         stop = before + start + block.shape[2]
-        for (heads, kv_heads), part in zip(
-            groups, cut(block, [heads.start for heads, _ in groups[1:]], axis=1), strict=True
-        ):
+        for (heads, kv_heads), part in zip(groups, cut(block, _edges(groups, 0), axis=1), strict=True):
             turns.results.append(call(*turns.next(part, kv_heads, stop), heads))
     done = turns.results
     rows = [_joined(done[i : i + len(groups)], axis=1) for i in range(0, len(done), len(groups))]
     return _joined(rows, axis=2)[:, :, :count]
+
+
+def _by_heads(
+    q: mx.array, k: mx.array, v: mx.array, groups: list[tuple[slice, slice]], call: Callable[..., mx.array]
+) -> list[mx.array]:
+    """Calls of groups of heads that share no keys, one after the other."""
+    done: list[mx.array] = []
+    parts = [cut(x, _edges(groups, side), axis=1) for x, side in ((q, 0), (k, 1), (v, 1))]
+    for block, keys, values, (heads, _) in zip(*parts, groups, strict=True):
+        if done:
+            done[-1], block = in_order(done[-1], block)
+        done.append(call(block, keys, values, heads))
+    return done
+
+
+def _edges(groups: list[tuple[slice, slice]], side: int) -> list[int]:
+    return [group[side].start for group in groups[1:]]
 
 
 def _head_groups(heads: int, kv_heads: int, head_elements: int, rows: Backend) -> Iterator[tuple[slice, slice]]:
