@@ -117,7 +117,7 @@ class Subject:
         planner, row = Planner(session, meter), self._row(setting)
         layout = session.layout(row)
         longest = max(map(len, layout.streams)) if setting["layout"] == "sft" else len(row)
-        counts = {"longest": longest, "prompt_tokens": len(getattr(row, "prompt", ())), "tokens": len(row)}
+        counts = {"longest": longest, "prompt_share": len(getattr(row, "prompt", ())) / len(row)}
         announced = [event.as_json() for event in planner.announce(counts)]
         update = self._updates(session, row, planner.backward, meter)
         times, peaks = [], []

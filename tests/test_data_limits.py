@@ -260,3 +260,17 @@ def test_percentile_is_the_least_length_that_covers_the_share(lengths, share):
     assert value in lengths
     assert sum(length <= value for length in lengths) >= share * len(lengths)
     assert sum(length < value for length in lengths) < max(share * len(lengths), 1)
+
+
+def test_the_longest_pairs_share_of_prompt_is_counted() -> None:
+    """Not the mean of all: short pairs with long prompts say nothing about the row that takes the most memory."""
+    pieces: list[Tally] = []
+    for prompt, chosen, rejected in ((9, 1, 1), (20, 10, 60), (9, 1, 1)):
+        row = PreferenceRow([1] * prompt, [2] * chosen, [3] * rejected, HERE)
+        pieces.append(Tally())
+        pieces[-1].add(Encoded(row, len(row)))
+    first, *rest = pieces
+    for piece in rest:
+        first.merge(piece)
+    assert first.counts(preference=True)["prompt_share"] == 0.25
+    assert "prompt_share" not in first.counts(preference=False)

@@ -69,6 +69,16 @@ def test_the_plan_is_for_the_longest_row_of_the_data() -> None:
     assert chosen(mine, {"longest": 9999})["row_tokens"] == 2048
 
 
+def test_a_pairs_plan_counts_its_own_prompt() -> None:
+    """The prompt is in the one stream once, both responses are: the shorter the prompt, the longer the stream."""
+    peaks = []
+    for share in (0.9, 0.1):
+        mine = planner(backward="full")
+        mine.session.loss, mine.session.shares_prefix = losses.orpo(), True
+        peaks.append(chosen(mine, {"longest": 1900, "prompt_share": share})["peak_gib"])
+    assert peaks[0] < peaks[1]
+
+
 def test_each_row_gets_the_plan_of_its_length() -> None:
     mine = planner(memory_budget="40MB")
     assert isinstance(mine.backward(tiny.row(30)), FullBackward)

@@ -36,6 +36,7 @@ class Tally:
     pair_tokens: int = 0  # of both branches of preference rows
     shared_tokens: int = 0  # computed once instead of twice
     fallbacks: int = 0
+    longest_kept: tuple[int, int] = (0, 0)  # tokens of the longest preference row as it is trained, and of its prompt
     lengths: "array[int]" = field(default_factory=lambda: array("q"))
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Tally:
         self.reasons += other.reasons
         self.remarks += other.remarks
         self.needed = max(self.needed, other.needed)
+        self.longest_kept = max(self.longest_kept, other.longest_kept)
         for reason, places in other.examples.items():
             self.examples[reason] = [*self.examples.get(reason, []), *places][:EXAMPLES]
 
@@ -87,6 +89,7 @@ class Tally:
         self.remarks.update(encoded.remarks)
         if isinstance(row, PreferenceRow):
             self.prompt_tokens += len(row.prompt)
+            self.longest_kept = max(self.longest_kept, (len(row), len(row.prompt)))
             self.pair_tokens += len(row.prompt) + len(row.rejected_prompt or row.prompt) + row.targets
             if row.rejected_prompt is None:
                 self.shared_tokens += len(row.prompt)
@@ -127,6 +130,7 @@ class Tally:
                 "identical": self.remarks[encode.IDENTICAL],
                 "fallbacks": self.fallbacks,
                 "prompt_tokens": self.prompt_tokens,
+                "prompt_share": round(self.longest_kept[1] / max(1, self.longest_kept[0]), 3),  # of the longest row
                 "shared_share": round(self.shared_tokens / max(1, self.pair_tokens), 3),
             }
         return found

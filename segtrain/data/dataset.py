@@ -267,7 +267,7 @@ class _Opening:
         if not sampled:
             return counts, tally.rows
         factor = rows / tally.seen
-        for key in counts.keys() - {"median", "p95", "longest", "shared_share"}:
+        for key in counts.keys() - {"median", "p95", "longest", "shared_share", "prompt_share"}:
             counts[key] = round(counts[key] * factor)
         return {**counts, "sampled": True}, counts["rows"]
 

@@ -107,8 +107,8 @@ class Planner:
         """The plan of the longest row that the data have. Raises RunFailed where none fits."""
         limit = self.session.recipe.data.max_seq_length
         length = min(limit, int(counts.get("longest") or limit))
-        if counts.get("prompt_tokens"):
-            self.prompt_share = min(0.99, counts["prompt_tokens"] / max(1, counts["tokens"]))
+        if counts.get("prompt_share"):
+            self.prompt_share = min(0.99, counts["prompt_share"])
         option = self._option(self._row(max(2, length)), strict=True)
         self.plan = option.plan
         self._hold(option.plan)

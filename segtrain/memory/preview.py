@@ -248,5 +248,5 @@ def _counted(counts: Mapping[str, Any], preference: bool, limit: int) -> Lengths
         for name, key in (("median", "median"), ("95 %", "p95"), ("longest", "longest"))
         if counts.get(key)
     }
-    share = counts["prompt_tokens"] / max(1, counts["tokens"]) if preference else choices.PROMPT_SHARE
+    share = counts["prompt_share"] if preference else choices.PROMPT_SHARE
     return Lengths(named, preference, min(0.99, share))
