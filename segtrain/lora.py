@@ -114,8 +114,8 @@ class Dropout:
         return mx.where(kept, x * (1 / (1 - self.p)), mx.zeros((), x.dtype)).astype(x.dtype)
 
 
-class LoRALinear(nn.Module):
-    """LoRA on a dense or quantised linear layer: A [in, r], B [r, out]."""
+class LoRAModule(nn.Module):
+    """A frozen linear layer and its trainable A and B, zeros at first."""
 
     def __init__(
         self,
@@ -128,12 +128,21 @@ class LoRALinear(nn.Module):
         super().__init__()
         self.linear = linear
         self.scale = scale
-        self._casts = casts or Casts()
         self.first_token = 0  # the stream's token in its first row: set by who calls it with a chunk of them
-        self._dropout = dropout
-        outputs, inputs = _dense_shape(linear)
-        self.lora_a = mx.zeros((inputs, rank))
-        self.lora_b = mx.zeros((rank, outputs))
+        self._dropout, self._casts = dropout, casts or Casts()
+        self.lora_a, self.lora_b = map(mx.zeros, self.shapes(rank))
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of A and B."""
+        raise NotImplementedError
+
+
+class LoRALinear(LoRAModule):
+    """LoRA on a dense or quantised linear layer: A [in, r], B [r, out]."""
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        outputs, inputs = _dense_shape(self.linear)
+        return (inputs, rank), (rank, outputs)
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.linear(x)
@@ -145,26 +154,16 @@ class LoRALinear(nn.Module):
         return y + (z @ b).astype(y.dtype)
 
 
-class LoRASwitchLinear(nn.Module):
+class LoRASwitchLinear(LoRAModule):
     """LoRA on stacked experts: A [E, r, in], B [E, out, r]; `indices` name each row's expert."""
 
-    def __init__(
-        self,
-        linear: nn.Module,
-        rank: int,
-        scale: float,
-        dropout: Dropout | None = None,
-        casts: Casts | None = None,
-    ):
-        super().__init__()
-        self.linear = linear
-        self.scale = scale
-        self._casts = casts or Casts()
-        self._dropout = dropout
-        experts, outputs, inputs = _dense_shape(linear)
-        self.num_experts = experts
-        self.lora_a = mx.zeros((experts, rank, inputs))
-        self.lora_b = mx.zeros((experts, outputs, rank))
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        experts, outputs, inputs = _dense_shape(self.linear)
+        return (experts, rank, inputs), (experts, outputs, rank)
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.lora_a.shape[0])
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         y = self.linear(x, indices, sorted_indices=sorted_indices)
