@@ -94,6 +94,8 @@ def distance(a: list[float], b: list[float]) -> float:
 def table(lines: list[dict[str, Any]]) -> str:
     rows = ["| weights | option | off | apart from full | last 20 | within |", "|---|---|---|---|---|---|"]
     for line in lines:
+        if "machine" in line:
+            rows.append(f"| {line['machine']} | | | | | |")
         if "option" in line:
             numbers = " | ".join(f"{line[key]:.5f}" for key in ("off", "apart", "last"))
             rows.append(f"| {line['weights']} | {line['option']} | {numbers} | {'yes' if line['within'] else 'NO'} |")
