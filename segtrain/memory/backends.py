@@ -30,7 +30,7 @@ class Backend:
     - `norms_widen`: norms of half-precision inputs keep float32 copies;
     - `workspace`: bytes that matrix products in flight hold for themselves;
     - `unpacking`: bytes for each weight that is being expanded from a packed one, beside its dense copy;
-    - `compiles`: compiled segments pay; `speed`: (matmul, attention, elementwise) of the time model, see `timing`.
+    - `compiles`: compiled segments pay.
     """
 
     name: Name
@@ -108,7 +108,7 @@ def with_buffers(backend: Backend, environment: Mapping[str, str]) -> Backend:
 
 
 # On an H200 these cost no time at 8,192 tokens and save 1 to 2 GiB; at 512 tokens, where the GPU waits for the next
-# operation to be handed to it, they cost a tenth and save 0.3 GiB (`benchmarks/floor.py`). On Metal nobody measured.
+# operation to be handed to it, they cost up to a tenth and save 0.5 GiB (`benchmarks/floor.py`). Not measured on Metal.
 CUDA_BUFFERS = {"MLX_MAX_MB_PER_BUFFER": "100", "MLX_MAX_OPS_PER_BUFFER": "8"}
 SHORT_ROWS = 1024
 
