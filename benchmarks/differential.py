@@ -468,7 +468,7 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     plans = Counter(
         f"{key} {line['plan'][key]}"
         for line in done
-        for key in ("backward", "segment_size", "keep", "stride", "lookahead", "mlp_rows", "dequantize", "compiled")
+        for key in ("backward", "segment_size", "keep", "boundaries", "lookahead", "mlp_rows", "dequantize", "compiled")
     )
     return {
         "cases": len(lines),

@@ -17,13 +17,13 @@ environment's `MLX_…` variables are read at start; its variants share one mode
 """
 
 import argparse
+import gc
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -43,29 +43,31 @@ SMALL = {"MLX_MAX_MB_PER_BUFFER": "100", "MLX_MAX_OPS_PER_BUFFER": "8"}
 LARGE = {"MLX_MAX_MB_PER_BUFFER": "1000", "MLX_MAX_OPS_PER_BUFFER": "50"}
 PLAIN = {**SMALL, "MLX_USE_CUDA_GRAPHS": "0"}
 LEAN = {"compiled": True, "mlp_rows": 2048, "head_chunk": 512}
+LEANER: list[dict] = [
+    {"lookahead": 1},
+    {"lookahead": 2, "limit_gib": 3.0},
+    {"lookahead": 2, "limit_gib": 3.0, "boundaries": 28},
+    {"lookahead": 2, "limit_gib": 2.0, "boundaries": 16},
+]
 FAST = {"compiled": True, "head_chunk": 1024, "lookahead": 2}
 SHARED = {"T": 8192, "response": 512}
 
 JOBS: dict[str, dict] = {  # the most important first; a key of a variant overrides the job's
     "memory": {"title": "bf16, memory first", "T": 8192, "env": SMALL, **LEAN, "timeout": 150,
-               "variants": [{"lookahead": 1}, {"lookahead": 2, "limit_gib": 3.0}, {"lookahead": 1, "limit_gib": 3.0},
-                            {"lookahead": 2, "limit_gib": 3.0, "fused_elements": 1 << 24}]},
+               "variants": LEANER},
     "speed": {"title": "bf16, speed first", "T": 8192, "env": SMALL, **FAST, "limit_gib": 21.3, "timeout": 150,
               "variants": [{"keep": 0}, {"keep": 24}, {"keep": 26}]},
     "mlx-lm": {"title": "bf16, mlx-lm --grad-checkpoint", "T": 8192, "system": "mlx-lm", "timeout": 120,
                "variants": [{}]},
     "packed": {"title": "4-bit", "bits": 4, "T": 8192, "env": SMALL, **LEAN, "dequantize": True, "timeout": 150,
-               "variants": [{"lookahead": 1}, {"lookahead": 2, "limit_gib": 3.0},
-                            {"lookahead": 2, "limit_gib": 3.0, "fused_elements": 1 << 24},
-                            {"lookahead": 2, "limit_gib": 3.0, "fused_elements": 1 << 23}]},
+               "variants": LEANER},
     "packed-plain": {"title": "4-bit, without CUDA graphs", "bits": 4, "T": 8192, "env": PLAIN, **LEAN,
                      "dequantize": True, "timeout": 100,
-                     "variants": [{"lookahead": 2, "limit_gib": 3.0},
-                                  {"lookahead": 2, "limit_gib": 3.0, "fused_elements": 1 << 24}]},
+                     "variants": LEANER[1:3]},
     "longest": {"title": "4-bit, longest context", "bits": 4, "T": 131072, "env": SMALL, **LEAN, "dequantize": True,
-                "stride": 4, "limit_gib": 22, "steps": 1, "warm": False, "timeout": 240, "variants": [{}]},
+                "boundaries": 8, "limit_gib": 20, "steps": 1, "warm": False, "timeout": 240, "variants": [{}]},
     "16k": {"title": "bf16, T = 16384", "T": 16384, "env": SMALL, **LEAN, "mlp_rows": 4096, "timeout": 120,
-            "variants": [{"lookahead": 2, "limit_gib": 6.5}]},
+            "variants": [{"lookahead": 2, "limit_gib": 6.5}, {"lookahead": 2, "limit_gib": 6.0, "boundaries": 28}]},
     "shared": {"title": "ORPO, shared prefix", "layout": "shared", **SHARED, **FAST, "timeout": 100, "variants": [{}]},
     "pair": {"title": "ORPO, two branches", "layout": "pair", **SHARED, **FAST, "timeout": 100, "variants": [{}]},
     "short": {"title": "bf16, T = 512", "T": 512, "full": True, "compiled": True, "steps": 5, "timeout": 150,
@@ -78,9 +80,8 @@ JOBS: dict[str, dict] = {  # the most important first; a key of a variant overri
     "mlx-lm-packed": {"title": "4-bit, mlx-lm --grad-checkpoint", "bits": 4, "T": 8192, "system": "mlx-lm",
                       "timeout": 150, "variants": [{}]},
 }  # fmt: skip
-ENGINE = ("segment_size", "head_chunk", "keep", "stride", "lookahead", "compiled")
-FUSED_ELEMENTS = 1 << 28  # as `segtrain.attention` has it for CUDA
-SHOWN = (*ENGINE[1:5], "mlp_rows", "fused_elements", "dequantize", "limit_gib", "full")
+ENGINE = ("segment_size", "head_chunk", "keep", "boundaries", "lookahead", "compiled")
+SHOWN = (*ENGINE[1:5], "mlp_rows", "dequantize", "limit_gib", "full")
 
 
 def build(shape: str, bits: int, dtype: str):
@@ -125,15 +126,13 @@ def measure(step, steps: int, warm: bool) -> dict:
 def segtrain_step(model, args, job):
     import mlx.core as mx
 
-    from segtrain import attention, lora, losses
+    from segtrain import lora, losses
     from segtrain.engine import FullBackward, SegmentedBackward
     from segtrain.layouts import pair, shared_prefix, single
     from segtrain.models.stack import LayerStack
     from segtrain.optim import Optimizer, clip_factor, global_norm
     from segtrain.recipe import TrainRecipe
 
-    rows, elements = attention.BACKENDS["cuda"], job.get("fused_elements", FUSED_ELEMENTS)
-    attention.BACKENDS["cuda"] = replace(rows, fused_elements=elements)
     if not hasattr(model, "_lora"):
         model._lora = lora.attach(model, rank=8, scale=20.0)
     stack = LayerStack(model)
@@ -267,6 +266,7 @@ def work(job: dict) -> None:
             del step
         except Exception as error:  # a variant that fails must not hide the others
             result = {"error": f"{type(error).__name__}: {error}"[:300]}
+        gc.collect()  # the last variant's engine and optimiser hold each other, and would count as this one's memory
         mx.clear_cache()
         print(json.dumps({**settings, **result}), flush=True)
 

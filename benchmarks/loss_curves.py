@@ -26,9 +26,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "size 1": {"segment_size": 1},
     "size 2, head of 32 rows": {"segment_size": 2, "head_chunk": 32},
     "keep 2, look-ahead 2": {"keep": 2, "lookahead": 2},
-    "stride 2, MLP of 64 rows": {"stride": 2, "mlp_rows": 64},
+    "3 boundaries, MLP of 64 rows": {"boundaries": 3, "mlp_rows": 64},
     "compiled": {"compiled": True, "lookahead": 1},
-    "all of it": {"compiled": True, "keep": 1, "lookahead": 2, "mlp_rows": 64, "stride": 2, "head_chunk": 64},
+    "all of it": {"compiled": True, "keep": 1, "lookahead": 2, "mlp_rows": 64, "boundaries": 3, "head_chunk": 64},
 }
 DENSE = {"dense copies": {"dequantize": True}, "dense copies, compiled": {"dequantize": True, "compiled": True}}
 LENGTH = 256

@@ -108,7 +108,7 @@ def tuning_cases() -> list[dict[str, Any]]:
     for engine in [
         {"backward": "full"},
         {"segment_size": 1, "mlp_rows": 256},
-        {"segment_size": 1, "stride": 2},
+        {"segment_size": 1, "boundaries": 4},
         {"segment_size": 1, "keep": 3},
         {"segment_size": 1, "lookahead": 1},
         {"segment_size": 1, "lookahead": 2},

@@ -7,9 +7,11 @@ The model has Llama-8B's shape and random weights (LoRA rank 8 on all linear lay
 a process each. A setting is a row, what its recipe fixes, and a memory budget; `Planner` chooses the plan and sets the
 allocator's limits, `Updates` makes the step. Budgets count what is above model and adapter: `lean` is 1.1 times what
 the leanest plan is said to need, `room` 3 times, `rich` what the device recommends. Two steps each: the first compiles
-kernels, `peak` is of the second. Results are written line by line, the most important settings first.
+kernels, `peak` is of the second; `leftover_gib` is what was allocated beside model and adapter before the first.
+Results are written line by line, the most important settings first.
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -101,6 +103,8 @@ class Subject:
         model.freeze()
         self.resident = mx.get_active_memory()
         self.lora = lora.attach(model, rank=8, scale=2.0)
+        mx.eval(self.lora.values())
+        self.loaded_bytes = mx.get_active_memory()
         self.loaded, self.stack = Loaded(model, None, self.config, Path()), LayerStack(model)
 
     def run(self, setting: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +125,9 @@ class Subject:
         announced = [event.as_json() for event in planner.announce(counts)]
         update = self._updates(session, row, planner.backward, meter)
         times, peaks = [], []
+        gc.collect()  # the last setting's optimiser and its closures hold each other
         mx.clear_cache()
+        leftover = mx.get_active_memory() - self.loaded_bytes
         for number in (1, 2):
             lines.clear()
             begun = time.perf_counter()
@@ -138,6 +144,7 @@ class Subject:
             "budget_gib": round(planner.budget / GIB, 3),
             "predicted_gib": round(planner.chooser.estimator.peak(shape, used).bytes / GIB, 3),
             "measured_gib": round(peaks[1], 3),
+            "leftover_gib": round(leftover / GIB, 3),
             "first_peak_gib": round(peaks[0], 3),
             "resident_gib": round(self.resident / GIB, 3),
             "phases": _by_kind(lines),
@@ -294,6 +301,11 @@ def _line(file: TextIO, line: dict[str, Any]) -> None:
     print(text, flush=True)
 
 
+def measured(line: dict[str, Any]) -> float:
+    """A setting's own peak, GiB: without what earlier settings of its process had left in memory."""
+    return float(line["measured_gib"] - line["leftover_gib"])
+
+
 def predicted(line: dict[str, Any], backend: str = "cuda") -> Any:
     """Today's estimate for a measured line."""
     from segtrain.memory import shapes
@@ -322,7 +334,7 @@ def compare(path: Path, backend: str = "cuda") -> None:
                 print("failed", line["dtype"], line["tokens"], line["layout"], line["budget"], line["error"])
             continue
         peak = predicted(line, backend)
-        guess, real, base = peak.bytes / GIB, line["measured_gib"], line["resident_gib"]
+        guess, real, base = peak.bytes / GIB, measured(line), line["resident_gib"]
         live.append(abs(line["predicted_gib"] / real - 1))
         whole.append(abs(guess / real - 1))
         above.append(abs((guess - base) / (real - base) - 1))

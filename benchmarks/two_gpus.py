@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -331,6 +332,12 @@ def lost(folder: Path, backend: str, rank: int) -> dict:
     return line if line["ok"] else {**line, "log": text[-1500:]}
 
 
+def both_lost(folder: Path, backend: str) -> list[dict]:
+    """Either rank, in two runs side by side."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda rank: lost(folder, backend, rank), (1, 0)))
+
+
 # --- all of it
 
 
@@ -387,7 +394,7 @@ def main() -> None:
         parts = {
             "parity": lambda: parity(folder, backend),
             "scaling": lambda: scaling(backend, options.small),
-            "lost": lambda: [lost(folder, backend, rank) for rank in (1, 0)],
+            "lost": lambda: both_lost(folder, backend),
         }
         lines = []
         options.out.parent.mkdir(parents=True, exist_ok=True)

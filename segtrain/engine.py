@@ -13,8 +13,9 @@ its writer's turn. Segments below the lowest trainable layer get no backward.
 Of the last `keep` layers the matrix products, most of what a recomputation costs, may be kept from forward to backward
 (`models/products.py`): spare memory for time.
 
-For very long rows the carries themselves are too much: with `stride` s only every s-th edge is kept, and the edges
-between are recomputed, a group of s segments at a time, when backward reaches them.
+For long rows the carries themselves are too much. With `boundaries` b at most b edges' carries are held at a time:
+some are let go of in forward, and made again by one more forward pass over their group of segments when backward
+reaches it, by when others are gone (`segments.grouped`).
 
 Full. `FullBackward` is plain reverse-mode autodiff over the model's own forward pass: the reference in tests, and
 the faster way for short rows.
@@ -32,7 +33,7 @@ from segtrain.logprobs import PADDED_ROWS, Scorer, cotangent, log_softmax_at, pa
 from segtrain.lora import Lora, swapped
 from segtrain.losses import Loss, LossValue, value_and_grad
 from segtrain.packing import Packed
-from segtrain.segments import HIDDEN, Segment, cuts, split
+from segtrain.segments import HIDDEN, Segment, grouped, layer_cuts, split
 
 Carry: TypeAlias = dict[str, mx.array]
 Products: TypeAlias = dict[Segment, list[mx.array]]
@@ -127,8 +128,9 @@ class SegmentedBackward:
     """Backward segment by segment.
 
     Of the layers, `segment_size` are live at a time; the head takes `head_chunk` rows at a time; the matrix products
-    of the last `keep` layers stay from forward to backward; carries are kept at every `stride`-th segment edge.
-    `compiled`: one graph for all segments that compute the same, and one for the head's chunks.
+    of the last `keep` layers stay from forward to backward; the carries of at most `boundaries` segment edges are held
+    at a time (None: of all). `compiled`: one graph for all segments that compute the same, and one for the head's
+    chunks. Raises ValueError for a setting that no step could run with.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class SegmentedBackward:
         segment_size: int = 1,
         head_chunk: int = 256,
         keep: int = 0,
-        stride: int = 1,
+        boundaries: int | None = None,
         lookahead: int = 0,
         compiled: bool = False,
         meter: Meter = no_meter,
@@ -151,15 +153,11 @@ class SegmentedBackward:
         self.head_chunk, self.lookahead = head_chunk, lookahead
         self.compiled = compiled and not lora.dropout  # a traced graph would hold the first row's dropout masks
         self._traced: dict[tuple, Callable] = {}
-        kept_from = max(len(stack) - keep, lora.lowest)
-        ranges = [(0, lora.lowest), (lora.lowest, kept_from), (kept_from, len(stack))]
-        segments = split(
-            len(stack), [cut for lo, hi in ranges for cut in cuts(lo, hi, segment_size)], stack.reads, stack.writes
-        )
-        self.frozen = [s for s in segments if s.hi <= lora.lowest]
-        rest = segments[len(self.frozen) :]
-        self.groups = [rest[i : i + stride] for i in range(0, len(rest), stride)]
-        self.kept = {s for s in rest if keep and s.lo >= kept_from}
+        frozen, trained = layer_cuts(len(stack), segment_size, lowest=lora.lowest, keep=keep)
+        segments = split(len(stack), frozen + trained, stack.reads, stack.writes)
+        self.frozen, rest = segments[: len(frozen)], segments[len(frozen) :]
+        self.groups = grouped(rest, boundaries)
+        self.kept = {s for s in rest if s.lo >= len(stack) - keep}
 
     def step(self, layout: Layout) -> Step:
         """One row's loss and gradients. `layout`'s streams are independent but for the loss."""

@@ -7,9 +7,12 @@ is pure bookkeeping on those names.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 HIDDEN = "h"
 
+T = TypeVar("T")
+Bounds: TypeAlias = tuple[int, int]
 LayerNames = Callable[[int], Collection[str]]
 
 
@@ -29,14 +32,20 @@ class Segment:
         return f"[{self.lo}:{self.hi}]"
 
 
-def cuts(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+def cuts(start: int, stop: int, size: int) -> list[Bounds]:
     """Split `range(start, stop)` into runs of `size` layers; the last one may be shorter."""
     if size < 1:
         raise ValueError(f"segment_size must be at least 1, not {size}")
     return [(lo, min(lo + size, stop)) for lo in range(start, stop, size)]
 
 
-def split(layers: int, bounds: Sequence[tuple[int, int]], reads: LayerNames, writes: LayerNames) -> list[Segment]:
+def layer_cuts(layers: int, size: int, *, lowest: int = 0, keep: int = 0) -> tuple[list[Bounds], list[Bounds]]:
+    """Segments of `size` layers below layer `lowest`, and from there on, with an edge before the last `keep` layers."""
+    kept_from = max(layers - keep, lowest)
+    return cuts(0, lowest, size), cuts(lowest, kept_from, size) + cuts(kept_from, layers, size)
+
+
+def split(layers: int, bounds: Sequence[Bounds], reads: LayerNames, writes: LayerNames) -> list[Segment]:
     """Segments over `bounds`, with exactly the extra carries that must cross each edge.
 
     A segment reads what its layers read and do not write themselves; it writes what its layers write
@@ -52,3 +61,28 @@ def split(layers: int, bounds: Sequence[tuple[int, int]], reads: LayerNames, wri
         later = {name for i in range(hi, layers) for name in reads(i)}
         segments.append(Segment(lo, hi, (HIDDEN, *sorted(needed)), (HIDDEN, *sorted(own & later))))
     return segments
+
+
+def fewest_boundaries(segments: int) -> int:
+    """The fewest edges that must be held at a time, if no segment's forward may run more than three times."""
+    return next(held for held in range(segments + 1) if held * (held + 1) // 2 >= segments)
+
+
+def grouped(segments: Sequence[T], boundaries: int | None = None) -> list[Sequence[T]]:
+    """Groups of segments, so that only the edges where groups start have to be held from forward to backward.
+
+    When backward reaches group k, counted from 0, k + 1 such edges are left, and the group's own inner ones are made
+    again: with `boundaries` b at most b are held if that group has at most b - k segments. Every inner edge costs one
+    more run of a segment, so there are b groups, and what is left over goes to the first ones. None: an edge each.
+    Raises ValueError below `fewest_boundaries`.
+    """
+    count = len(segments)
+    held = count if boundaries is None else min(boundaries, count)
+    if held < (fewest := fewest_boundaries(count)):
+        raise ValueError(f"boundaries must be at least {fewest} for {count} segments, not {boundaries}")
+    found, start = [], 0
+    for k in range(held):
+        stop = start + min(held - k, count - start - (held - k - 1))
+        found.append(segments[start:stop])
+        start = stop
+    return found

@@ -91,7 +91,7 @@ def test_dense_copies_are_taken_where_packed_products_are_slow() -> None:
 
 def test_time_is_counted_in_forwards_and_backwards() -> None:
     """Without attention, head and edges: full is 2 units, segmented 3 less the last product of each segment's last
-    layer, which nothing needs again; stride 2 adds half a forward pass."""
+    layer, which nothing needs again; half the boundaries add half a forward pass."""
     config = {**CONFIG, "vocab_size": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1}
     timer = Timer(shapes.read(config), BACKENDS["cpu"], speed=Speed())
     row = rows.RowShape((10 * OVERHEAD,), ((1,),))
@@ -103,7 +103,7 @@ def test_time_is_counted_in_forwards_and_backwards() -> None:
     down = layer.linears[-1].parameters / layer.parameters
     assert layer.linears[-1].name == "down_proj"
     assert relative() == pytest.approx((3 - down / 8) / 2, rel=0.01)
-    assert relative(segment_size=1, stride=2) == pytest.approx((3.5 - down) / 2, rel=0.02)
+    assert relative(segment_size=1, boundaries=4) == pytest.approx((3.5 - down) / 2, rel=0.02)
     assert relative(keep=4) == pytest.approx((2.5 - down / 16) / 2, rel=0.01)  # products alone count here
     assert relative(keep=8) == pytest.approx(1, rel=0.01)
 

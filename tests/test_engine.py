@@ -1,5 +1,6 @@
 """The engine's work: how often layers run, which phases there are, what a failing step leaves behind."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,20 +88,42 @@ def test_products_are_kept_of_the_last_trainable_layers(
 
 
 @pytest.mark.parametrize(
-    ("size", "stride", "expected"),
+    ("size", "boundaries", "expected"),
     [
-        (1, 2, [3, 2, 3, 2, 2]),  # groups [0 1] [2 3] [4]: all but a group's last segment run a third time
-        (1, 3, [3, 3, 2, 3, 2]),
-        (1, 99, [3, 3, 3, 3, 2]),
-        (2, 2, [3, 3, 2, 2, 2]),  # segments [0 1] [2 3] [4], groups of two of them
+        (1, 3, [3, 3, 2, 2, 2]),  # groups [0 1 2] [3] [4]: all but a group's last segment run a third time
+        (1, 4, [3, 2, 2, 2, 2]),
+        (1, 99, [2, 2, 2, 2, 2]),
+        (2, 2, [3, 3, 2, 2, 2]),  # segments [0 1] [2 3] [4], of which two make the first group
     ],
 )
-def test_a_stride_recomputes_the_edges_within_a_group(size: int, stride: int, expected: list[int]):
-    assert work(engine(segment_size=size, stride=stride)) == expected
+def test_fewer_boundaries_make_the_edges_within_a_group_again(size: int, boundaries: int, expected: list[int]):
+    assert work(engine(segment_size=size, boundaries=boundaries)) == expected
+
+
+@pytest.mark.parametrize("boundaries", [0, 1, 2])
+def test_too_few_boundaries_are_refused_with_the_fewest(boundaries: int):
+    with pytest.raises(ValueError, match=f"boundaries must be at least 3 for 5 segments, not {boundaries}"):
+        engine(segment_size=1, boundaries=boundaries)
+
+
+@pytest.mark.parametrize("boundaries", [None, 3, 4])
+def test_no_more_boundaries_are_held_than_asked_for(boundaries: int | None, monkeypatch):
+    """Counted where a segment's backward begins: those that `_backward` holds, and the one given."""
+    backward, held = engine(segment_size=1, boundaries=boundaries), []
+    original = SegmentedBackward._segment_vjp
+
+    def watching(self, tape, segment, carry, *rest):
+        frame = sys._getframe(1).f_locals
+        held.append(len(frame["saved"]) + len(frame["edges"]) + 1)
+        original(self, tape, segment, carry, *rest)
+
+    monkeypatch.setattr(SegmentedBackward, "_segment_vjp", watching)
+    backward.step(tiny.row())
+    assert max(held) == (boundaries or LAYERS)
 
 
 def test_evaluation_runs_each_layer_once():
-    backward = engine(keep=2, stride=2)
+    backward = engine(keep=2, boundaries=4)
     with counted(backward.stack) as counts:
         backward.evaluate(tiny.row())
     assert [counts[i] for i in range(LAYERS)] == [1] * LAYERS
@@ -163,7 +186,7 @@ def test_evaluation_is_the_steps_loss_without_dropout():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4_text"])
-@pytest.mark.parametrize("options", [{}, {"keep": 3}, {"stride": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"keep": 3}, {"boundaries": 3}], ids=str)
 @pytest.mark.parametrize("after", [0, 4, 6])
 def test_a_failing_step_leaves_nothing_behind(family: str, options: dict, after: int, monkeypatch):
     """The exception comes from inside a layer, in the forward pass or in the recomputation inside `mx.vjp`."""

@@ -72,7 +72,7 @@ def parts(P: int, Rc: int, Rr: int) -> tuple[list[int], list[int], list[int]]:
 
 def segmented(name: str, layout: Layout, **engine) -> Step:
     stack, lora = setup(name)
-    return SegmentedBackward(stack, lora, losses.orpo(BETA), **engine).step(layout)
+    return tiny.segmented(stack, lora, losses.orpo(BETA), **engine).step(layout)
 
 
 def full(name: str, layout: Layout) -> Step:
@@ -145,7 +145,9 @@ def test_shared_prefix_over_all_models(name: str, P: int, Rc: int, Rr: int, size
     check_layouts(name, P, Rc, Rr, size)
 
 
-@pytest.mark.parametrize("engine", [{"keep": 2}, {"stride": 2}, {"keep": 1, "stride": 2, "lookahead": 1}], ids=str)
+@pytest.mark.parametrize(
+    "engine", [{"keep": 2}, {"fewest": True}, {"keep": 1, "fewest": True, "lookahead": 1}], ids=str
+)
 @pytest.mark.parametrize("build", [pair, shared_prefix])
 @pytest.mark.parametrize("name", ["default rope", "window, shared K/V (gemma4)"])
 def test_engine_options(name: str, build: Callable, engine: dict):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segtrain.segments import HIDDEN, Segment, cuts, split
+from segtrain.segments import HIDDEN, Segment, cuts, fewest_boundaries, grouped, layer_cuts, split
 
 
 def test_cuts_leave_the_last_run_shorter():
@@ -18,6 +18,44 @@ def test_cuts_leave_the_last_run_shorter():
 def test_cuts_refuse_a_size_below_one(size: int):
     with pytest.raises(ValueError, match=f"segment_size must be at least 1, not {size}"):
         cuts(0, 4, size)
+
+
+def test_layers_are_cut_at_the_lowest_trainable_and_at_the_first_kept():
+    assert layer_cuts(7, 2) == ([], [(0, 2), (2, 4), (4, 6), (6, 7)])
+    assert layer_cuts(7, 2, lowest=3, keep=1) == ([(0, 2), (2, 3)], [(3, 5), (5, 6), (6, 7)])
+    assert layer_cuts(7, 2, lowest=5, keep=4) == ([(0, 2), (2, 4), (4, 5)], [(5, 7)])
+
+
+def held(groups: list) -> list[int]:
+    """Edges in memory when backward reaches each group: where it and those below start, and its own inner ones."""
+    return [k + len(group) for k, group in enumerate(groups)]
+
+
+@given(st.integers(0, 300), st.integers(0, 300))
+def test_groups_hold_no_more_edges_than_asked_for_and_make_the_fewest_again(count: int, boundaries: int):
+    """Every inner edge is made again, so the fewest are those that the number held leaves over."""
+    if boundaries < fewest_boundaries(count):
+        with pytest.raises(ValueError, match="boundaries must be at least"):
+            grouped(range(count), boundaries)
+        return
+    groups = grouped(range(count), boundaries)
+    assert [i for group in groups for i in group] == list(range(count))
+    assert all(groups)
+    assert max(held(groups), default=0) <= boundaries
+    assert len(groups) == min(boundaries, count)
+
+
+@given(st.integers(1, 300))
+def test_fewer_boundaries_than_the_fewest_hold_fewer_segments(count: int):
+    """k edges at most: groups of k, k - 1, ... 1 segments are all there can be."""
+    fewest = fewest_boundaries(count)
+    assert sum(range(fewest + 1)) >= count > sum(range(fewest))
+
+
+def test_all_edges_are_held_unless_asked_otherwise():
+    assert grouped(range(3)) == [range(0, 1), range(1, 2), range(2, 3)]
+    assert [len(group) for group in grouped(range(32), 28)] == [5, *[1] * 27]
+    assert [len(group) for group in grouped(range(32), 8)] == [8, 7, 6, 5, 3, 1, 1, 1]
 
 
 def test_segment_prints_as_a_range():

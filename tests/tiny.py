@@ -11,8 +11,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.trainer import default_loss
 
 from segtrain import lora as lora_module
+from segtrain.engine import SegmentedBackward
 from segtrain.layouts import Layout, single
 from segtrain.lora import Lora, swapped
+from segtrain.losses import Loss
+from segtrain.models.stack import LayerStack
+from segtrain.segments import fewest_boundaries, layer_cuts
 
 VOCAB = 97
 
@@ -117,6 +121,15 @@ def attach(model: nn.Module, **options: Any) -> Lora:
             slot.module["lora_b"] = mx.random.normal(slot.value.shape) * 0.1
     mx.eval(lora.values())
     return lora
+
+
+def segmented(stack: LayerStack, lora: Lora, loss: Loss, *, fewest: bool = False, **options: Any) -> SegmentedBackward:
+    """The engine; `fewest`: holding as few boundaries as it can run with."""
+    if fewest:
+        size, keep = options.get("segment_size", 1), options.get("keep", 0)
+        _, trained = layer_cuts(len(stack), size, lowest=lora.lowest, keep=keep)
+        options["boundaries"] = fewest_boundaries(len(trained))
+    return SegmentedBackward(stack, lora, loss, **options)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

@@ -14,11 +14,12 @@ from segtrain.memory.estimate import Estimator
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
 from segtrain.memory.timing import Timer
+from segtrain.segments import fewest_boundaries, layer_cuts
 
 HEAD_CHUNK_BYTES = 512 << 20
 MIN_CHUNK, MAX_CHUNK = 64, 2048
 MLP_ROWS = (4096, 2048, 1024, 512)
-STRIDES = (2, 4, 8)
+HELD = (0.875, 0.75, 0.5)  # shares of the boundaries
 KEPT = (0.125, 0.25, 0.5, 0.75, 0.875)  # shares of the layers
 
 
@@ -103,7 +104,6 @@ class Chooser:
                 dequantize=dense,
                 compiled=self._compiled(row),
             )
-            yield base
             yield from self._leaner(row, base)
             yield from self._richer(base)
 
@@ -123,20 +123,23 @@ class Chooser:
             dequantize=bool(s.dequantize),
             compiled=self._compiled(row),
         )
-        yield base
         yield from self._leaner(row, base)
 
     def _leaner(self, row: RowShape, base: Plan) -> Iterator[Plan]:
-        """Slower ways that need less: the MLP in chunks, fewer boundaries, a limit that the device waits for."""
+        """`base`, and slower ways that need less: MLP in chunks, fewer boundaries, a limit to wait for."""
         longest = max(row.streams)
-        chunked = [rows for rows in MLP_ROWS if rows < longest]
-        for rows in chunked:
-            yield replace(base, mlp_rows=rows)
-        smallest = replace(base, mlp_rows=chunked[-1] if chunked else None)
-        strided = [replace(smallest, stride=stride) for stride in STRIDES if stride < self.layers]
-        yield from strided
-        if self.estimator.backend.held and chunked:
-            yield from (replace(plan, tight=True) for plan in (smallest, *strided))
+        for rows in (None, *(rows for rows in MLP_ROWS if rows < longest)):
+            plans = [replace(base, mlp_rows=rows, boundaries=held) for held in (None, *self._boundaries(base))]
+            yield from plans
+            if self.estimator.backend.held and rows is not None:
+                yield from (replace(plan, tight=True) for plan in plans)
+
+    def _boundaries(self, plan: Plan) -> list[int]:
+        """Numbers of boundaries to hold, fewer than there are, down to the fewest."""
+        _, trained = layer_cuts(self.layers, plan.segment_size, lowest=self.estimator.lowest, keep=plan.keep)
+        count, fewest = len(trained), fewest_boundaries(len(trained))
+        shares = {round(share * count) for share in HELD}
+        return sorted({held for held in shares | {fewest} if fewest <= held < count}, reverse=True)
 
     def _richer(self, base: Plan) -> Iterator[Plan]:
         """Faster ways that need more: some layers kept."""
@@ -154,7 +157,10 @@ class Chooser:
     def _lookaheads(self) -> tuple[int, ...]:
         if self.settings.lookahead is not None:
             return (self.settings.lookahead,)
-        return (0, 1, 2) if len(set(self.timer.speed.lookahead)) > 1 else (0,)
+        times = self.timer.speed.lookahead
+        if len(set(times)) == 1:
+            return (0,)
+        return (0, 1, 2) if self.estimator.backend.overlaps else (times.index(min(times)),)
 
     def _dense(self) -> tuple[bool, ...]:
         if not self.estimator.model.quantization.bits:

@@ -21,11 +21,13 @@ residuals and temporaries are in the tables below: read from the operations, and
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 
 from segtrain.memory.backends import Backend
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
 from segtrain.memory.shapes import Layer, Linear, Model
+from segtrain.segments import grouped, layer_cuts
 
 # Arrays of MLP width that backward needs from forward, and temporaries of that width in its backward. "geglu" is Gemma
 # 4's, a compiled function of gate and up; Gemma 3 has "gelu", a product of two.
@@ -41,6 +43,8 @@ FORWARD = 4  # chunks of the MLP in forward are so many times as long (`models.t
 TILES = 8  # of scores, at work at a time in block-wise attention
 LOGIT_BYTES = {4: 8, 2: 13}  # by bytes of the activations' dtype
 CAPPED_LOGIT_BYTES = {4: 16.5, 2: 15}  # the same where a soft-cap is differentiated too
+TIGHT_WORKSPACE = TIGHT_DENSE = 0.4  # of a layer's, where the device waits for memory: little runs at a time
+TIGHT_UNCOMPILED = 2.0  # temporaries there, of those of a compiled segment
 HEAD_SLICE_BYTES = 128 << 20  # `models.dense.SLICE_BYTES`
 FULL_LOGIT_BYTES = {4: 22, 2: 28}  # in full backward, where autodiff goes through the softmax
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1, "muon": 1, "adafactor": 0}
@@ -111,7 +115,8 @@ class Estimator:
         """The highest moment of one step on `row`."""
         moments = list(self._full(row, plan) if plan.backward == "full" else self._segmented(row, plan))
         for _, parts in moments:
-            parts["layer"] = parts.get("layer", 0.0) + self.backend.workspace
+            workspace = self.backend.workspace * (TIGHT_WORKSPACE if plan.tight else 1.0)
+            parts["layer"] = parts.get("layer", 0.0) + workspace
         moments.append(("optimizer", {"adapter": UPDATE_COPIES * sum(self.adapter)}))
         base = {"model": float(self.resident), "adapter": float(self.state)}
         highest: dict[str, float] = {}
@@ -210,8 +215,9 @@ class Estimator:
         """Bytes of dense copies of quantised weights."""
         if not (plan.dequantize and self.model.quantization.bits):
             return 0.0
-        linears = (x for i in layers for x in self.model.layers[i].linears)
-        return sum(x.parameters for x in linears if not x.experts) * self.model.dtype_bytes
+        each = [sum(x.parameters for x in self.model.layers[i].linears if not x.experts) for i in layers]
+        waiting = (1.0 - TIGHT_DENSE) * max(each) if plan.tight else 0.0
+        return (sum(each) - waiting) * self.model.dtype_bytes
 
     @property
     def _logit_bytes(self) -> float:
@@ -237,16 +243,14 @@ class Estimator:
     def _segmented(self, row: RowShape, plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
         count = len(self.model.layers)
         kept_from = max(count - plan.keep, self.lowest)
-        frozen = _segments(0, self.lowest, plan.segment_size)
-        segments = _segments(self.lowest, kept_from, plan.segment_size)
-        segments += _segments(kept_from, count, plan.segment_size)
-        groups = [segments[i : i + plan.stride] for i in range(0, len(segments), plan.stride)]
+        frozen, trained = layer_cuts(count, plan.segment_size, lowest=self.lowest, keep=plan.keep)
+        groups = grouped([range(lo, hi) for lo, hi in trained], plan.boundaries)
         edges = [self.boundary(rows) for rows in row.streams]
         kept = [sum(self._products(i, rows, plan) for i in range(kept_from, count)) for rows in row.streams]
         saved = [len(groups) * edge for edge in edges]
         constants = sum(self.constants(rows) for rows in row.streams)
         boundaries = {"boundaries": sum(saved) + sum(edges) + constants, "kept": sum(kept)}
-        forward = max(self._forward(segment, max(row.streams), plan) for segment in [*frozen, *segments])
+        forward = max(self._forward(segment, max(row.streams), plan) for segment in starmap(range, frozen + trained))
         yield "forward", {**boundaries, "layer": forward}
         yield "head", {**boundaries, **self._head(row, plan)}
         grads = 0.0
@@ -282,11 +286,11 @@ class Estimator:
                 made += sum(self.adapter[i] for i in segment)
 
     def _products(self, i: int, rows: int, plan: Plan) -> float:
-        """Bytes of a kept layer's linear outputs, without those that work in chunks or route."""
+        """Bytes of a kept layer's linear outputs, without those that work in chunks or route, or end a segment."""
         layer = self.model.layers[i]
         names = ("gate_proj", "up_proj", "down_proj") if plan.mlp_rows is not None else ()
-        wide = sum(x.outputs for x in layer.linears if not x.experts and x.name not in names)
-        return float(rows * self.model.dtype_bytes * wide)
+        outputs = [x.outputs for x in layer.linears if not x.experts and x.name not in names]
+        return float(rows * self.model.dtype_bytes * (sum(outputs) - sum(outputs[-1:]) / plan.segment_size))
 
     def _live(self, segment: range, rows: int, plan: Plan, *, kept: bool = False) -> float:
         """Bytes of one segment's backward. Where the products are kept, none of forward's are in flight."""
@@ -296,6 +300,8 @@ class Estimator:
         )
         if kept:
             made *= min(1.0, KEPT_RUN_AHEAD / self.backend.run_ahead)
+        if plan.tight and not plan.compiled:
+            made *= TIGHT_UNCOMPILED
         return held + made + self._dense(segment, plan) + self._done_with(segment, rows, plan)
 
     def _done_with(self, segment: range, rows: int, plan: Plan) -> float:
@@ -337,7 +343,3 @@ class Estimator:
         boundaries = edges + sum(self.constants(rows) for rows in row.streams)
         yield "step", {"boundaries": boundaries, "layer": held, "head": logits}
         yield "step", {"boundaries": boundaries, "layer": held + made, "adapter": float(sum(self.adapter))}
-
-
-def _segments(lo: int, hi: int, size: int) -> list[range]:
-    return [range(start, min(start + size, hi)) for start in range(lo, hi, size)]

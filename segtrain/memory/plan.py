@@ -8,16 +8,17 @@ from typing import Any, Literal
 class Plan:
     """The engine's settings for rows up to some length; `peak_bytes` is what they should give (None: not estimated).
 
-    `mlp_rows`: tokens that a layer's MLP is differentiated for at a time (None: all). `dequantize`: each segment's
-    quantised weights are expanded once to a dense copy, for as long as the segment runs. `compiled`: like segments
-    share one traced graph. `tight`: the allocator's limit is so low that the device waits for memory: slower, smaller.
+    `boundaries`: segment edges whose carries are held at a time (None: all). `mlp_rows`: tokens that a layer's MLP is
+    differentiated for at a time (None: all). `dequantize`: each segment's quantised weights are expanded once to a
+    dense copy, for as long as the segment runs. `compiled`: like segments share one traced graph. `tight`: the
+    allocator's limit is so low that the device waits for memory: slower, smaller.
     """
 
     backward: Literal["segmented", "full"]
     segment_size: int = 1
     head_chunk: int = 256
     keep: int = 0
-    stride: int = 1
+    boundaries: int | None = None
     lookahead: int = 0
     mlp_rows: int | None = None
     dequantize: bool = False

@@ -27,7 +27,7 @@ from segtrain.memory.rows import RowShape
 from segtrain.session import Session
 
 BUCKETS = 8  # lengths are rounded up to an eighth of a power of two, so that plans (and traces) are few
-TIGHT_SHARE = 0.93  # of what is above the model: the allocation that waits comes on top
+WAITING_BYTES, WAITING_SHARE = 320 << 20, 0.15  # at most: what is allocated on top of a limit, in a tight plan
 QUIET_BYTES = 100 << 20  # below it nobody asks where memory goes
 CREEP_STEPS, CREEP_SHARE, CREEP_BYTES = 20, 0.01, 16 << 20
 
@@ -140,8 +140,9 @@ class Planner:
         fixed, peak = self.chooser.estimator.fixed, min(self.budget, plan.peak_bytes or self.budget)
         if peak > self._held:
             self._held = peak
-            share = TIGHT_SHARE if plan.tight else 1.0
-            set_limits(round(fixed + share * max(0, peak - fixed)), max(peak - fixed, self.budget // 16))
+            above = max(0, peak - fixed)
+            waiting = min(WAITING_BYTES, WAITING_SHARE * above) if plan.tight else 0
+            set_limits(round(fixed + above - waiting), max(above, self.budget // 16))
 
     def after_step(self, step: int, meter: Reads) -> Iterator[Event]:
         memory = meter.memory()

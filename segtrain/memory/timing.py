@@ -4,7 +4,7 @@ With frozen weights a matrix product's backward costs as much as its forward, at
 
     full        forward + backward
     segmented   forward + recomputed forward + backward; of kept layers only what isn't a product is recomputed;
-                a stride adds a second recomputation
+                where fewer boundaries are held than there are, some segments run forward once more
 
 `OVERHEAD` tokens stand for what a layer's pass costs however short the row is. On a fast GPU, short rows are bound by
 the time it takes to hand it the operations, of which segments have far more than full backward: `Speed.launch`. The
@@ -17,13 +17,14 @@ from segtrain.memory.backends import Backend
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
 from segtrain.memory.shapes import Layer, Model
+from segtrain.segments import grouped, layer_cuts
 
 OVERHEAD = 128
 ATTENTION_BACKWARD = 2.5
 LOOKAHEAD = (1.0, 0.99, 0.98)
 COMPILED = 0.95
 LAUNCH = (1600, 5000, 3000)
-TIGHT = 1.2  # a step whose device waits for memory
+TIGHT = 1.04  # a step whose device waits for memory
 EDGE_TOKENS = 4  # what one more segment costs, in tokens of a layer
 
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -76,10 +77,12 @@ class Timer:
     def _launches(self, row: RowShape, plan: Plan) -> float:
         """What handing all operations to the device costs."""
         full, segmented, chunk = self.speed.launch
-        tokens = 0
+        made_again = self._made_again(plan)
+        tokens = 0.0
         for rows in row.streams:
             chunks = -(-rows // plan.mlp_rows) if plan.mlp_rows is not None and rows > plan.mlp_rows else 0
-            tokens += full if plan.backward == "full" else segmented + chunk * chunks
+            # One forward pass more was measured to cost nearly as much as the other two and the backward pass.
+            tokens += full if plan.backward == "full" else segmented * (1 + made_again) + chunk * chunks
         return 2.0 * tokens * sum(map(_active, self.model.layers))
 
     def _packed(self, plan: Plan) -> float:
@@ -89,6 +92,7 @@ class Timer:
     def _stream(self, rows: int, plan: Plan) -> float:
         packed = self._packed(plan)
         count, total = len(self.model.layers), 0.0
+        made_again = self._made_again(plan)
         for i, layer in enumerate(self.model.layers):
             matmul = 2.0 * _active(layer) * (rows + OVERHEAD) * packed
             attention = self._attention(layer, rows)
@@ -96,14 +100,21 @@ class Timer:
             recomputed = 0.0  # the share of the products that is computed again
             if plan.backward == "segmented" and i >= self.lowest:
                 kept = 1.0 if i >= count - plan.keep else 0.0
-                recomputed = (1.0 - kept) * self._again(layer, plan, rows) + (plan.stride - 1) / plan.stride
-                forwards += 1 + (plan.stride - 1) / plan.stride
+                recomputed = (1.0 - kept) * self._again(layer, plan, rows) + made_again
+                forwards += 1 + made_again
             chunked = plan.mlp_rows is not None and rows > plan.mlp_rows and i >= self.lowest
             backward = (self.speed.mlp_chunks if chunked else 1.0) if i >= self.lowest else 0.0
             total += matmul * (1 + recomputed + backward) + attention * (forwards + ATTENTION_BACKWARD * bool(backward))
         edges = 0 if plan.backward == "full" else -(-count // plan.segment_size)
         mean = 2.0 * sum(map(_active, self.model.layers)) / count
         return total + edges * EDGE_TOKENS * mean
+
+    def _made_again(self, plan: Plan) -> float:
+        """The share of the segments that run forward once more, for carries that were let go of."""
+        if plan.boundaries is None:
+            return 0.0
+        _, trained = layer_cuts(len(self.model.layers), plan.segment_size, lowest=self.lowest, keep=plan.keep)
+        return 1.0 - len(grouped(trained, plan.boundaries)) / max(1, len(trained))
 
     def _again(self, layer: Layer, plan: Plan, rows: int) -> float:
         """The share of a layer's products that its segment's backward computes again.

@@ -5,9 +5,9 @@ from typing import Any
 
 from segtrain.terminal.format import count, gib, pick, value
 
-_SETTINGS = {"keep": "keep_layers", "stride": "boundaries kept 1 in", "mlp_rows": "MLP rows at a time"}
+_SETTINGS = {"keep": "keep_layers", "boundaries": "boundaries", "mlp_rows": "MLP rows at a time"}
 _SWITCHES = {"dequantize": "dense copies of packed weights", "compiled": "compiled", "tight": "tight limit"}
-_PLAIN = {"keep": 0, "stride": 1, "lookahead": 0, "mlp_rows": None}
+_PLAIN = {"keep": 0, "boundaries": None, "lookahead": 0, "mlp_rows": None}
 
 
 def settings(plan: object) -> list[str]:
