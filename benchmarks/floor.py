@@ -38,9 +38,8 @@ SHAPES = {
 }  # fmt: skip
 GIB = 2**30
 
-# A command buffer holds its kernels' temporaries until it completes: small ones for memory, large ones for speed.
+# A command buffer holds its kernels' temporaries until it completes: small ones for memory.
 SMALL = {"MLX_MAX_MB_PER_BUFFER": "100", "MLX_MAX_OPS_PER_BUFFER": "8"}
-LARGE = {"MLX_MAX_MB_PER_BUFFER": "1000", "MLX_MAX_OPS_PER_BUFFER": "50"}
 PLAIN = {**SMALL, "MLX_USE_CUDA_GRAPHS": "0"}
 LEAN = {"compiled": True, "mlp_rows": 2048, "head_chunk": 512}
 LEANER: list[dict] = [

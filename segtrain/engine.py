@@ -13,9 +13,9 @@ its writer's turn. Segments below the lowest trainable layer get no backward.
 Of the last `keep` layers the matrix products, most of what a recomputation costs, may be kept from forward to backward
 (`models/products.py`): spare memory for time.
 
-For long rows the carries themselves are too much. With `boundaries` b at most b edges' carries are held at a time:
-some are let go of in forward, and made again by one more forward pass over their group of segments when backward
-reaches it, by when others are gone (`segments.grouped`).
+For long rows the carries themselves are too much. With `boundaries` b only b edges' carries are kept in forward: those
+where a group of segments starts. The others are made again, by one more forward pass over their group, when backward
+reaches it, by when those of later groups are gone (`segments.grouped`).
 
 Full. `FullBackward` is plain reverse-mode autodiff over the model's own forward pass: the reference in tests, and
 the faster way for short rows.
@@ -128,9 +128,9 @@ class SegmentedBackward:
     """Backward segment by segment.
 
     Of the layers, `segment_size` are live at a time; the head takes `head_chunk` rows at a time; the matrix products
-    of the last `keep` layers stay from forward to backward; the carries of at most `boundaries` segment edges are held
-    at a time (None: of all). `compiled`: one graph for all segments that compute the same, and one for the head's
-    chunks. Raises ValueError for a setting that no step could run with.
+    of the last `keep` layers stay from forward to backward, and so do the carries of `boundaries` segment edges
+    (None: of all). `compiled`: one graph for all segments that compute the same, and one for the head's chunks.
+    Raises ValueError for a setting that no step could run with.
     """
 
     def __init__(

@@ -64,25 +64,25 @@ def split(layers: int, bounds: Sequence[Bounds], reads: LayerNames, writes: Laye
 
 
 def fewest_boundaries(segments: int) -> int:
-    """The fewest edges that must be held at a time, if no segment's forward may run more than three times."""
-    return next(held for held in range(segments + 1) if held * (held + 1) // 2 >= segments)
+    """The number of boundaries with which backward holds fewest; with fewer, it holds more and only forward less."""
+    return next(kept for kept in range(segments + 1) if kept * (kept + 1) // 2 >= segments)
 
 
 def grouped(segments: Sequence[T], boundaries: int | None = None) -> list[Sequence[T]]:
-    """Groups of segments, so that only the edges where groups start have to be held from forward to backward.
+    """As many groups of segments as edges are kept from forward to backward: those where groups start. None: all.
 
-    When backward reaches group k, counted from 0, k + 1 such edges are left, and the group's own inner ones are made
-    again: with `boundaries` b at most b are held if that group has at most b - k segments. Every inner edge costs one
-    more run of a segment, so there are b groups, and what is left over goes to the first ones. None: an edge each.
-    Raises ValueError below `fewest_boundaries`.
+    The edges inside a group are made again when backward reaches it, each by one more run of a segment. Group k,
+    counted from 0, has k + 1 kept edges left by then, so the first groups are the longest: of b - k segments, where b
+    is the most that backward holds at a time. Raises ValueError for less than one boundary.
     """
     count = len(segments)
-    held = count if boundaries is None else min(boundaries, count)
-    if held < (fewest := fewest_boundaries(count)):
-        raise ValueError(f"boundaries must be at least {fewest} for {count} segments, not {boundaries}")
+    kept = count if boundaries is None else min(boundaries, count)
+    if boundaries is not None and boundaries < 1:
+        raise ValueError(f"boundaries must be at least 1, not {boundaries}")
+    most = max(kept, -(-(count + kept * (kept - 1) // 2) // max(1, kept)))
     found, start = [], 0
-    for k in range(held):
-        stop = start + min(held - k, count - start - (held - k - 1))
+    for k in range(kept):
+        stop = start + min(most - k, count - start - (kept - k - 1))
         found.append(segments[start:stop])
         start = stop
     return found

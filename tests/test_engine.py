@@ -92,6 +92,8 @@ def test_products_are_kept_of_the_last_trainable_layers(
     [
         (1, 3, [3, 3, 2, 2, 2]),  # groups [0 1 2] [3] [4]: all but a group's last segment run a third time
         (1, 4, [3, 2, 2, 2, 2]),
+        (1, 2, [3, 3, 2, 3, 2]),  # [0 1 2] [3 4]
+        (1, 1, [3, 3, 3, 3, 2]),
         (1, 99, [2, 2, 2, 2, 2]),
         (2, 2, [3, 3, 2, 2, 2]),  # segments [0 1] [2 3] [4], of which two make the first group
     ],
@@ -100,14 +102,8 @@ def test_fewer_boundaries_make_the_edges_within_a_group_again(size: int, boundar
     assert work(engine(segment_size=size, boundaries=boundaries)) == expected
 
 
-@pytest.mark.parametrize("boundaries", [0, 1, 2])
-def test_too_few_boundaries_are_refused_with_the_fewest(boundaries: int):
-    with pytest.raises(ValueError, match=f"boundaries must be at least 3 for 5 segments, not {boundaries}"):
-        engine(segment_size=1, boundaries=boundaries)
-
-
-@pytest.mark.parametrize("boundaries", [None, 3, 4])
-def test_no_more_boundaries_are_held_than_asked_for(boundaries: int | None, monkeypatch):
+@pytest.mark.parametrize(("boundaries", "most"), [(None, LAYERS), (4, 4), (3, 3), (2, 3), (1, 5)])
+def test_backward_holds_no_more_boundaries_than_the_groups_need(boundaries: int | None, most: int, monkeypatch):
     """Counted where a segment's backward begins: those that `_backward` holds, and the one given."""
     backward, held = engine(segment_size=1, boundaries=boundaries), []
     original = SegmentedBackward._segment_vjp
@@ -119,7 +115,7 @@ def test_no_more_boundaries_are_held_than_asked_for(boundaries: int | None, monk
 
     monkeypatch.setattr(SegmentedBackward, "_segment_vjp", watching)
     backward.step(tiny.row())
-    assert max(held) == (boundaries or LAYERS)
+    assert max(held) == most
 
 
 def test_evaluation_runs_each_layer_once():

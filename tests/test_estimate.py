@@ -120,7 +120,7 @@ PLANS = st.builds(
     segment_size=st.integers(1, 4),
     head_chunk=st.sampled_from([16, 64, 256]),
     mlp_rows=st.sampled_from([None, 64]),
-    boundaries=st.sampled_from([None, 4, 5]),
+    boundaries=st.sampled_from([None, 1, 2, 3, 5]),
     lookahead=st.sampled_from([0, 2]),
 )
 

@@ -31,31 +31,34 @@ def held(groups: list) -> list[int]:
     return [k + len(group) for k, group in enumerate(groups)]
 
 
-@given(st.integers(0, 300), st.integers(0, 300))
-def test_groups_hold_no_more_edges_than_asked_for_and_make_the_fewest_again(count: int, boundaries: int):
-    """Every inner edge is made again, so the fewest are those that the number held leaves over."""
-    if boundaries < fewest_boundaries(count):
-        with pytest.raises(ValueError, match="boundaries must be at least"):
-            grouped(range(count), boundaries)
-        return
+@given(st.integers(0, 300), st.integers(1, 300))
+def test_as_many_groups_as_boundaries_and_backward_holds_the_fewest_edges(count: int, boundaries: int):
     groups = grouped(range(count), boundaries)
     assert [i for group in groups for i in group] == list(range(count))
-    assert all(groups)
-    assert max(held(groups), default=0) <= boundaries
     assert len(groups) == min(boundaries, count)
+    most = max(held(groups), default=0)
+    assert all(groups)
+    assert sum(range(most, most - len(groups), -1)) >= count  # k-th group of at most `most` - k
+    assert most == len(groups) or sum(range(most - 1, most - 1 - len(groups), -1)) < count
 
 
 @given(st.integers(1, 300))
-def test_fewer_boundaries_than_the_fewest_hold_fewer_segments(count: int):
-    """k edges at most: groups of k, k - 1, ... 1 segments are all there can be."""
-    fewest = fewest_boundaries(count)
-    assert sum(range(fewest + 1)) >= count > sum(range(fewest))
+def test_backward_holds_fewest_edges_with_the_fewest_boundaries(count: int):
+    most = {boundaries: max(held(grouped(range(count), boundaries))) for boundaries in range(1, count + 1)}
+    assert min(most, key=lambda boundaries: (most[boundaries], -boundaries)) == fewest_boundaries(count)
 
 
-def test_all_edges_are_held_unless_asked_otherwise():
+@pytest.mark.parametrize("boundaries", [0, -1])
+def test_less_than_one_boundary_is_refused(boundaries: int):
+    with pytest.raises(ValueError, match=f"boundaries must be at least 1, not {boundaries}"):
+        grouped(range(5), boundaries)
+
+
+def test_all_edges_are_kept_unless_asked_otherwise():
     assert grouped(range(3)) == [range(0, 1), range(1, 2), range(2, 3)]
     assert [len(group) for group in grouped(range(32), 28)] == [5, *[1] * 27]
     assert [len(group) for group in grouped(range(32), 8)] == [8, 7, 6, 5, 3, 1, 1, 1]
+    assert [len(group) for group in grouped(range(32), 4)] == [10, 9, 8, 5]
 
 
 def test_segment_prints_as_a_range():

@@ -124,7 +124,7 @@ def attach(model: nn.Module, **options: Any) -> Lora:
 
 
 def segmented(stack: LayerStack, lora: Lora, loss: Loss, *, fewest: bool = False, **options: Any) -> SegmentedBackward:
-    """The engine; `fewest`: holding as few boundaries as it can run with."""
+    """The engine; `fewest`: with as few boundaries as its backward can hold."""
     if fewest:
         size, keep = options.get("segment_size", 1), options.get("keep", 0)
         _, trained = layer_cuts(len(stack), size, lowest=lora.lowest, keep=keep)

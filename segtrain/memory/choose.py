@@ -19,7 +19,7 @@ from segtrain.segments import fewest_boundaries, layer_cuts
 HEAD_CHUNK_BYTES = 512 << 20
 MIN_CHUNK, MAX_CHUNK = 64, 2048
 MLP_ROWS = (4096, 2048, 1024, 512)
-HELD = (0.875, 0.75, 0.5)  # shares of the boundaries
+BOUNDARIES = (0.875, 0.75, 0.5)  # shares of them
 KEPT = (0.125, 0.25, 0.5, 0.75, 0.875)  # shares of the layers
 
 
@@ -129,17 +129,17 @@ class Chooser:
         """`base`, and slower ways that need less: MLP in chunks, fewer boundaries, a limit to wait for."""
         longest = max(row.streams)
         for rows in (None, *(rows for rows in MLP_ROWS if rows < longest)):
-            plans = [replace(base, mlp_rows=rows, boundaries=held) for held in (None, *self._boundaries(base))]
+            plans = [replace(base, mlp_rows=rows, boundaries=kept) for kept in (None, *self._boundaries(base))]
             yield from plans
             if self.estimator.backend.held and rows is not None:
                 yield from (replace(plan, tight=True) for plan in plans)
 
     def _boundaries(self, plan: Plan) -> list[int]:
-        """Numbers of boundaries to hold, fewer than there are, down to the fewest."""
+        """Numbers of boundaries to keep, fewer than there are, down to where backward holds fewest."""
         _, trained = layer_cuts(self.layers, plan.segment_size, lowest=self.estimator.lowest, keep=plan.keep)
         count, fewest = len(trained), fewest_boundaries(len(trained))
-        shares = {round(share * count) for share in HELD}
-        return sorted({held for held in shares | {fewest} if fewest <= held < count}, reverse=True)
+        shares = {round(share * count) for share in BOUNDARIES}
+        return sorted({kept for kept in shares | {fewest} if fewest <= kept < count}, reverse=True)
 
     def _richer(self, base: Plan) -> Iterator[Plan]:
         """Faster ways that need more: some layers kept."""

@@ -8,10 +8,10 @@ from typing import Any, Literal
 class Plan:
     """The engine's settings for rows up to some length; `peak_bytes` is what they should give (None: not estimated).
 
-    `boundaries`: segment edges whose carries are held at a time (None: all). `mlp_rows`: tokens that a layer's MLP is
-    differentiated for at a time (None: all). `dequantize`: each segment's quantised weights are expanded once to a
-    dense copy, for as long as the segment runs. `compiled`: like segments share one traced graph. `tight`: the
-    allocator's limit is so low that the device waits for memory: slower, smaller.
+    `boundaries`: segment edges whose carries stay from forward to backward (None: all). `mlp_rows`: tokens that a
+    layer's MLP is differentiated for at a time (None: all). `dequantize`: each segment's quantised weights are expanded
+    once to a dense copy, for as long as the segment runs. `compiled`: like segments share one traced graph. `tight`:
+    the allocator's limit is so low that the device waits for memory: slower, smaller.
     """
 
     backward: Literal["segmented", "full"]

@@ -4,7 +4,7 @@ With frozen weights a matrix product's backward costs as much as its forward, at
 
     full        forward + backward
     segmented   forward + recomputed forward + backward; of kept layers only what isn't a product is recomputed;
-                where fewer boundaries are held than there are, some segments run forward once more
+                where fewer boundaries are kept than there are, some segments run forward once more
 
 `OVERHEAD` tokens stand for what a layer's pass costs however short the row is. On a fast GPU, short rows are bound by
 the time it takes to hand it the operations, of which segments have far more than full backward: `Speed.launch`. The
