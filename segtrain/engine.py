@@ -13,9 +13,9 @@ its writer's turn. Segments below the lowest trainable layer get no backward.
 Of the last `keep` layers the matrix products, most of what a recomputation costs, may be kept from forward to backward
 (`models/products.py`): spare memory for time.
 
-For long rows the carries themselves are too much. With `boundaries` b only b edges' carries are kept in forward: those
-where a group of segments starts. The others are made again, by one more forward pass over their group, when backward
-reaches it, by when those of later groups are gone (`segments.grouped`).
+For long rows the carries themselves are too much. With `boundaries` only so many edges' carries are kept in forward:
+those where a group of segments starts. The others are made again, by one more forward pass over their group, when
+backward reaches it, by when those of later groups are gone (`segments.grouped`).
 
 Full. `FullBackward` is plain reverse-mode autodiff over the model's own forward pass: the reference in tests, and
 the faster way for short rows.

@@ -63,23 +63,32 @@ def split(layers: int, bounds: Sequence[Bounds], reads: LayerNames, writes: Laye
     return segments
 
 
-def fewest_boundaries(segments: int) -> int:
-    """The number of boundaries with which backward holds fewest; with fewer, it holds more and only forward less."""
-    return next(kept for kept in range(segments + 1) if kept * (kept + 1) // 2 >= segments)
+def most_held(segments: int, boundaries: int) -> int:
+    """The edges that backward holds at a time with so many `boundaries`, if groups are as in `grouped`."""
+    kept = min(boundaries, segments)
+    return max(kept, -(-(segments + kept * (kept - 1) // 2) // kept)) if kept else 0
+
+
+def leanest_boundaries(segments: int) -> tuple[int, int]:
+    """The least and the largest number of boundaries with which backward holds the fewest edges. (0, 0) for none."""
+    numbers = range(1, segments + 1)
+    fewest = min((most_held(segments, number) for number in numbers), default=0)
+    found = [number for number in numbers if most_held(segments, number) == fewest]
+    return (found[0], found[-1]) if found else (0, 0)
 
 
 def grouped(segments: Sequence[T], boundaries: int | None = None) -> list[Sequence[T]]:
     """As many groups of segments as edges are kept from forward to backward: those where groups start. None: all.
 
     The edges inside a group are made again when backward reaches it, each by one more run of a segment. Group k,
-    counted from 0, has k + 1 kept edges left by then, so the first groups are the longest: of b - k segments, where b
-    is the most that backward holds at a time. Raises ValueError for less than one boundary.
+    counted from 0, has k + 1 kept edges left by then, so the first groups are the longest, of `most_held` - k segments.
+    Raises ValueError for less than one boundary.
     """
-    count = len(segments)
-    kept = count if boundaries is None else min(boundaries, count)
     if boundaries is not None and boundaries < 1:
         raise ValueError(f"boundaries must be at least 1, not {boundaries}")
-    most = max(kept, -(-(count + kept * (kept - 1) // 2) // max(1, kept)))
+    count = len(segments)
+    kept = count if boundaries is None else min(boundaries, count)
+    most = most_held(count, kept)
     found, start = [], 0
     for k in range(kept):
         stop = start + min(most - k, count - start - (kept - k - 1))

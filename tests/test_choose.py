@@ -178,11 +178,14 @@ def test_full_backward_never_counts_on_dense_copies() -> None:
     assert not any(plan.dequantize for plan in mine.full(row))
 
 
-def test_a_tight_plan_is_smaller_and_slower() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("config", [{}, {"head_dim": 256}, {"model_type": "gemma2", "attn_logit_softcapping": 50.0}])
+def test_a_tight_plan_is_smaller_and_slower(config: dict[str, Any], compiled: bool) -> None:
+    """With fused attention, and with attention in blocks: its tiles are the larger part of a layer."""
     backend = with_buffers(BACKENDS["cuda"], CUDA_BUFFERS)
-    estimator = Estimator(chooser("cuda").estimator.model, backend)
-    mine, row = Chooser(estimator, Timer(estimator.model, backend), Settings()), rows.sft(8193)
-    plain = Plan("segmented", mlp_rows=512)
+    estimator = Estimator(chooser("cuda", config=config).estimator.model, backend)
+    mine, row = Chooser(estimator, Timer(estimator.model, backend), Settings(compiled=compiled)), rows.sft(8193)
+    plain = Plan("segmented", mlp_rows=512, compiled=compiled)
     tight = replace(plain, tight=True)
     assert mine.option(row, tight).peak < mine.option(row, plain).peak
     assert mine.option(row, tight).relative_time > mine.option(row, plain).relative_time

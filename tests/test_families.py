@@ -170,7 +170,7 @@ def test_compiled_segments_give_the_same_gradients(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(tiny_configs.CONFIGS))
-def test_chunks_of_tokens_kept_layers_and_fewest_boundaries(name: str):
+def test_chunks_of_tokens_kept_layers_and_leanest_boundaries(name: str):
     of = family(name)
     expected = of.step(tiny.row(LENGTH, PROMPT))
     of.stack.mlp_rows = 5
@@ -178,7 +178,7 @@ def test_chunks_of_tokens_kept_layers_and_fewest_boundaries(name: str):
         chunked = of.step(tiny.row(LENGTH, PROMPT))
     finally:
         of.stack.mlp_rows = None
-    kept = tiny.segmented(of.stack, of.lora, losses.sft, keep=1, fewest=True).step(tiny.row(LENGTH, PROMPT))
+    kept = tiny.segmented(of.stack, of.lora, losses.sft, keep=1, leanest=True).step(tiny.row(LENGTH, PROMPT))
     assert worst(expected.grads, chunked.grads) <= GRADIENT
     assert worst(expected.grads, kept.grads) <= GRADIENT
 

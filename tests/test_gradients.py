@@ -73,14 +73,14 @@ def test_every_segment_size(family: str, size: int):
 @pytest.mark.parametrize("family", ["llama", "gemma4_text"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("keep", [0, 2])
-@pytest.mark.parametrize("fewest", [False, True])
+@pytest.mark.parametrize("leanest", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
-def test_every_combination_of_options(family: str, size: int, keep: int, fewest: bool, lookahead: int):
-    check(full(family), segmented(family, segment_size=size, keep=keep, fewest=fewest, lookahead=lookahead))
+def test_every_combination_of_options(family: str, size: int, keep: int, leanest: bool, lookahead: int):
+    check(full(family), segmented(family, segment_size=size, keep=keep, leanest=leanest, lookahead=lookahead))
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"llama", "gemma4_text"}))
-@pytest.mark.parametrize("options", [{"keep": 2}, {"fewest": True, "lookahead": 1}, {"keep": MAX_LAYERS}], ids=str)
+@pytest.mark.parametrize("options", [{"keep": 2}, {"leanest": True, "lookahead": 1}, {"keep": MAX_LAYERS}], ids=str)
 def test_options_in_other_families(family: str, options: dict):
     check(full(family), segmented(family, **options))
 
@@ -110,7 +110,7 @@ def test_lora_on_some_modules(targets):
 
 @pytest.mark.parametrize("family", ["llama", "gemma4_text"])
 @pytest.mark.parametrize("size", [1, 2, 3, MAX_LAYERS])
-@pytest.mark.parametrize("engine", [{}, {"keep": 2}, {"fewest": True}], ids=str)
+@pytest.mark.parametrize("engine", [{}, {"keep": 2}, {"leanest": True}], ids=str)
 def test_dropout_is_the_same_in_the_recomputation(family: str, size: int, engine: dict):
     check(full(family, dropout=0.3), segmented(family, {"dropout": 0.3}, segment_size=size, **engine))
 

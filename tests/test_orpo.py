@@ -146,7 +146,7 @@ def test_shared_prefix_over_all_models(name: str, P: int, Rc: int, Rr: int, size
 
 
 @pytest.mark.parametrize(
-    "engine", [{"keep": 2}, {"fewest": True}, {"keep": 1, "fewest": True, "lookahead": 1}], ids=str
+    "engine", [{"keep": 2}, {"leanest": True}, {"keep": 1, "leanest": True, "lookahead": 1}], ids=str
 )
 @pytest.mark.parametrize("build", [pair, shared_prefix])
 @pytest.mark.parametrize("name", ["default rope", "window, shared K/V (gemma4)"])

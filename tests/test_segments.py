@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segtrain.segments import HIDDEN, Segment, cuts, fewest_boundaries, grouped, layer_cuts, split
+from segtrain.segments import HIDDEN, Segment, cuts, grouped, layer_cuts, leanest_boundaries, most_held, split
 
 
 def test_cuts_leave_the_last_run_shorter():
@@ -42,10 +42,12 @@ def test_as_many_groups_as_boundaries_and_backward_holds_the_fewest_edges(count:
     assert most == len(groups) or sum(range(most - 1, most - 1 - len(groups), -1)) < count
 
 
-@given(st.integers(1, 300))
-def test_backward_holds_fewest_edges_with_the_fewest_boundaries(count: int):
-    most = {boundaries: max(held(grouped(range(count), boundaries))) for boundaries in range(1, count + 1)}
-    assert min(most, key=lambda boundaries: (most[boundaries], -boundaries)) == fewest_boundaries(count)
+@given(st.integers(0, 60))
+def test_the_leanest_boundaries_are_those_whose_backward_holds_fewest_edges(count: int):
+    most = {number: max(held(grouped(range(count), number))) for number in range(1, count + 1)}
+    assert all(most_held(count, number) == edges for number, edges in most.items())
+    leanest = [number for number, edges in most.items() if edges == min(most.values())]
+    assert leanest_boundaries(count) == (min(leanest, default=0), max(leanest, default=0))
 
 
 @pytest.mark.parametrize("boundaries", [0, -1])

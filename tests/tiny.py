@@ -16,7 +16,7 @@ from segtrain.layouts import Layout, single
 from segtrain.lora import Lora, swapped
 from segtrain.losses import Loss
 from segtrain.models.stack import LayerStack
-from segtrain.segments import fewest_boundaries, layer_cuts
+from segtrain.segments import layer_cuts, leanest_boundaries
 
 VOCAB = 97
 
@@ -123,12 +123,12 @@ def attach(model: nn.Module, **options: Any) -> Lora:
     return lora
 
 
-def segmented(stack: LayerStack, lora: Lora, loss: Loss, *, fewest: bool = False, **options: Any) -> SegmentedBackward:
-    """The engine; `fewest`: with as few boundaries as its backward can hold."""
-    if fewest:
+def segmented(stack: LayerStack, lora: Lora, loss: Loss, *, leanest: bool = False, **options: Any) -> SegmentedBackward:
+    """The engine; `leanest`: with the fewest boundaries with which backward holds the fewest edges."""
+    if leanest:
         size, keep = options.get("segment_size", 1), options.get("keep", 0)
         _, trained = layer_cuts(len(stack), size, lowest=lora.lowest, keep=keep)
-        options["boundaries"] = fewest_boundaries(len(trained))
+        options["boundaries"], _ = leanest_boundaries(len(trained))
     return SegmentedBackward(stack, lora, loss, **options)
 
 

@@ -14,7 +14,7 @@ from segtrain.memory.estimate import Estimator
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
 from segtrain.memory.timing import Timer
-from segtrain.segments import fewest_boundaries, layer_cuts
+from segtrain.segments import layer_cuts, leanest_boundaries
 
 HEAD_CHUNK_BYTES = 512 << 20
 MIN_CHUNK, MAX_CHUNK = 64, 2048
@@ -128,18 +128,24 @@ class Chooser:
     def _leaner(self, row: RowShape, base: Plan) -> Iterator[Plan]:
         """`base`, and slower ways that need less: MLP in chunks, fewer boundaries, a limit to wait for."""
         longest = max(row.streams)
-        for rows in (None, *(rows for rows in MLP_ROWS if rows < longest)):
+        chunks = MLP_ROWS if self.estimator.backend.chunks_help else ()
+        for rows in (None, *(rows for rows in chunks if rows < longest)):
             plans = [replace(base, mlp_rows=rows, boundaries=kept) for kept in (None, *self._boundaries(base))]
             yield from plans
             if self.estimator.backend.held and rows is not None:
                 yield from (replace(plan, tight=True) for plan in plans)
 
     def _boundaries(self, plan: Plan) -> list[int]:
-        """Numbers of boundaries to keep, fewer than there are, down to where backward holds fewest."""
+        """Numbers of boundaries to keep, fewer than there are.
+
+        Two hold the fewest in backward: the larger is faster, the smaller leaves less in forward and of other streams.
+        """
         _, trained = layer_cuts(self.layers, plan.segment_size, lowest=self.estimator.lowest, keep=plan.keep)
-        count, fewest = len(trained), fewest_boundaries(len(trained))
+        count = len(trained)
+        least, most = leanest_boundaries(count)
         shares = {round(share * count) for share in BOUNDARIES}
-        return sorted({kept for kept in shares | {fewest} if fewest <= kept < count}, reverse=True)
+        kept = {number for number in shares if number > most} | {least, most}
+        return sorted({number for number in kept if 0 < number < count}, reverse=True)
 
     def _richer(self, base: Plan) -> Iterator[Plan]:
         """Faster ways that need more: some layers kept."""

@@ -44,7 +44,7 @@ TILES = 8  # of scores, at work at a time in block-wise attention
 LOGIT_BYTES = {4: 8, 2: 13}  # by bytes of the activations' dtype
 CAPPED_LOGIT_BYTES = {4: 16.5, 2: 15}  # the same where a soft-cap is differentiated too
 TIGHT_WORKSPACE = TIGHT_DENSE = 0.4  # of a layer's, where the device waits for memory: little runs at a time
-TIGHT_UNCOMPILED = 2.0  # temporaries there, of those of a compiled segment
+TIGHT_UNCOMPILED = 2.0  # temporaries there, of those of a compiled segment, where attention is fused
 HEAD_SLICE_BYTES = 128 << 20  # `models.dense.SLICE_BYTES`
 FULL_LOGIT_BYTES = {4: 22, 2: 28}  # in full backward, where autodiff goes through the softmax
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1, "muon": 1, "adafactor": 0}
@@ -211,6 +211,10 @@ class Estimator:
         tiles = TILES * min(self.backend.tile_bytes, 4 * a.heads * rows * seen)
         return rows * (4 * (2 * a.queries + out + 2 * a.keys) + b * (2 * a.queries + out)) + tiles
 
+    def _fused_attention(self, i: int, rows: int) -> bool:
+        attention, b = self.model.layers[i].attention, self.model.dtype_bytes
+        return attention is not None and self.backend.attention_kind(attention, rows, b) != "blocks"
+
     def _dense(self, layers: Sequence[int], plan: Plan) -> float:
         """Bytes of dense copies of quantised weights."""
         if not (plan.dequantize and self.model.quantization.bits):
@@ -300,7 +304,7 @@ class Estimator:
         )
         if kept:
             made *= min(1.0, KEPT_RUN_AHEAD / self.backend.run_ahead)
-        if plan.tight and not plan.compiled:
+        if plan.tight and not plan.compiled and all(self._fused_attention(i, rows) for i in segment):
             made *= TIGHT_UNCOMPILED
         return held + made + self._dense(segment, plan) + self._done_with(segment, rows, plan)
 

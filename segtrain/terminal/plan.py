@@ -5,7 +5,7 @@ from typing import Any
 
 from segtrain.terminal.format import count, gib, pick, value
 
-_SETTINGS = {"keep": "keep_layers", "boundaries": "boundaries", "mlp_rows": "MLP rows at a time"}
+_SETTINGS = {"keep": "keep_layers", "boundaries": "boundaries kept", "mlp_rows": "MLP rows at a time"}
 _SWITCHES = {"dequantize": "dense copies of packed weights", "compiled": "compiled", "tight": "tight limit"}
 _PLAIN = {"keep": 0, "boundaries": None, "lookahead": 0, "mlp_rows": None}
 
