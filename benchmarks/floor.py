@@ -52,8 +52,7 @@ FAST = {"compiled": True, "head_chunk": 1024, "lookahead": 2}
 SHARED = {"T": 8192, "response": 512}
 
 JOBS: dict[str, dict] = {  # the most important first; a key of a variant overrides the job's
-    "memory": {"title": "bf16, memory first", "T": 8192, "env": SMALL, **LEAN, "timeout": 150,
-               "variants": LEANER},
+    "memory": {"title": "bf16, memory first", "T": 8192, "env": SMALL, **LEAN, "timeout": 150, "variants": LEANER},
     "speed": {"title": "bf16, speed first", "T": 8192, "env": SMALL, **FAST, "limit_gib": 21.3, "timeout": 150,
               "variants": [{"keep": 0}, {"keep": 24}, {"keep": 26}]},
     "mlx-lm": {"title": "bf16, mlx-lm --grad-checkpoint", "T": 8192, "system": "mlx-lm", "timeout": 120,
@@ -61,8 +60,7 @@ JOBS: dict[str, dict] = {  # the most important first; a key of a variant overri
     "packed": {"title": "4-bit", "bits": 4, "T": 8192, "env": SMALL, **LEAN, "dequantize": True, "timeout": 150,
                "variants": LEANER},
     "packed-plain": {"title": "4-bit, without CUDA graphs", "bits": 4, "T": 8192, "env": PLAIN, **LEAN,
-                     "dequantize": True, "timeout": 100,
-                     "variants": LEANER[1:3]},
+                     "dequantize": True, "timeout": 100, "variants": LEANER[1:3]},
     "longest": {"title": "4-bit, longest context", "bits": 4, "T": 131072, "env": SMALL, **LEAN, "dequantize": True,
                 "boundaries": 8, "limit_gib": 20, "steps": 1, "warm": False, "timeout": 240, "variants": [{}]},
     "16k": {"title": "bf16, T = 16384", "T": 16384, "env": SMALL, **LEAN, "mlp_rows": 4096, "timeout": 120,

@@ -175,9 +175,8 @@ def gpus_table() -> str | None:
         ],
         ["the same, both ready", f"{scaling['exchange_alone_seconds']:.3f} s"],
         ["GiB above the model, each GPU", " and ".join(f"{rank['above_gib']:.1f}" for rank in two)],
+        ["the same, one GPU alone", f"{one['above_gib']:.1f}"],
     ]
-    if "above_gib" in one:
-        rows.append(["the same, one GPU alone", f"{one['above_gib']:.1f}"])
     for line in lines:
         if line.get("part") == "unequal":
             share = f"{line['update_seconds']:.2f} s an update, {line['share_waiting']:.0%} of it waiting"

@@ -17,6 +17,7 @@ from segtrain.layouts import Layout
 from segtrain.memory import planning
 from segtrain.memory.backends import BACKENDS
 from segtrain.memory.meter import Meter
+from segtrain.memory.plan import Plan
 from segtrain.memory.planning import CREEP_STEPS, Creep, Planner, Watch
 from segtrain.models.load import Loaded
 from segtrain.models.stack import LayerStack
@@ -77,6 +78,23 @@ def test_a_pairs_plan_counts_its_own_prompt() -> None:
         mine.session.loss, mine.session.shares_prefix = losses.orpo(), True
         peaks.append(chosen(mine, {"longest": 1900, "prompt_share": share})["peak_gib"])
     assert peaks[0] < peaks[1]
+
+
+@pytest.mark.parametrize("above", [100 << 20, 10 << 30])
+def test_a_tight_plans_limit_leaves_room_for_what_is_allocated_on_top(
+    monkeypatch: pytest.MonkeyPatch, above: int
+) -> None:
+    """The allocator's limit is checked before an allocation, so a peak is a limit and what came on top of it."""
+    limits: list[int] = []
+    monkeypatch.setattr(planning, "set_limits", lambda memory, cache: limits.append(memory))
+    for tight in (False, True):
+        mine = planner(memory_budget="20GB")
+        peak = mine.chooser.estimator.fixed + above
+        mine._hold(Plan("segmented", tight=tight, peak_bytes=peak))
+        assert limits[-1] <= peak
+    plain, low = limits
+    assert plain - above == mine.chooser.estimator.fixed
+    assert plain - low == min(planning.WAITING_BYTES, round(planning.WAITING_SHARE * above))
 
 
 def test_each_row_gets_the_plan_of_its_length() -> None:

@@ -129,8 +129,9 @@ class Chooser:
         """`base`, and slower ways that need less: MLP in chunks, fewer boundaries, a limit to wait for."""
         longest = max(row.streams)
         chunks = MLP_ROWS if self.estimator.backend.chunks_help else ()
+        boundaries = (None, *self._boundaries(base))
         for rows in (None, *(rows for rows in chunks if rows < longest)):
-            plans = [replace(base, mlp_rows=rows, boundaries=kept) for kept in (None, *self._boundaries(base))]
+            plans = [replace(base, mlp_rows=rows, boundaries=kept) for kept in boundaries]
             yield from plans
             if self.estimator.backend.held and rows is not None:
                 yield from (replace(plan, tight=True) for plan in plans)

@@ -205,15 +205,15 @@ class Estimator:
         if a is None:
             return 6.0 * rows * layer.mixer_width * b
         out = a.heads * a.value_dim
-        if self.backend.attention_kind(a, rows, b) != "blocks":
+        if self._fused_attention(layer, rows):
             return rows * b * (3 * a.queries + 2 * out + 2 * a.keys)
         seen = rows if a.window is None else min(rows, a.window)
         tiles = TILES * min(self.backend.tile_bytes, 4 * a.heads * rows * seen)
         return rows * (4 * (2 * a.queries + out + 2 * a.keys) + b * (2 * a.queries + out)) + tiles
 
-    def _fused_attention(self, i: int, rows: int) -> bool:
-        attention, b = self.model.layers[i].attention, self.model.dtype_bytes
-        return attention is not None and self.backend.attention_kind(attention, rows, b) != "blocks"
+    def _fused_attention(self, layer: Layer, rows: int) -> bool:
+        a, b = layer.attention, self.model.dtype_bytes
+        return a is not None and self.backend.attention_kind(a, rows, b) != "blocks"
 
     def _dense(self, layers: Sequence[int], plan: Plan) -> float:
         """Bytes of dense copies of quantised weights."""
@@ -304,7 +304,7 @@ class Estimator:
         )
         if kept:
             made *= min(1.0, KEPT_RUN_AHEAD / self.backend.run_ahead)
-        if plan.tight and not plan.compiled and all(self._fused_attention(i, rows) for i in segment):
+        if plan.tight and not plan.compiled and all(self._fused_attention(self.model.layers[i], rows) for i in segment):
             made *= TIGHT_UNCOMPILED
         return held + made + self._dense(segment, plan) + self._done_with(segment, rows, plan)
 

@@ -17,7 +17,7 @@ from segtrain.memory.backends import Backend
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
 from segtrain.memory.shapes import Layer, Model
-from segtrain.segments import grouped, layer_cuts
+from segtrain.segments import layer_cuts
 
 OVERHEAD = 128
 ATTENTION_BACKWARD = 2.5
@@ -114,7 +114,7 @@ class Timer:
         if plan.boundaries is None:
             return 0.0
         _, trained = layer_cuts(len(self.model.layers), plan.segment_size, lowest=self.lowest, keep=plan.keep)
-        return 1.0 - len(grouped(trained, plan.boundaries)) / max(1, len(trained))
+        return max(0.0, 1.0 - plan.boundaries / max(1, len(trained)))
 
     def _again(self, layer: Layer, plan: Plan, rows: int) -> float:
         """The share of a layer's products that its segment's backward computes again.
