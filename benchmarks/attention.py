@@ -38,7 +38,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from segtrain.attention import Backend, attend, backend, reference, visibility
+from segtrain.attention.dispatch import Backend, attend, backend, reference, visibility
 
 CASES = ("causal", "window", "shared", "softcap")
 KINDS = ("mlx", "attend", "blocks", "band")

@@ -142,8 +142,8 @@ def segtrain_backward(model: Any, options: dict[str, Any], loss: Any, meter: Any
     """The engine under test: `options` are the engine's, or `mlp_rows`, or `kind: full`."""
     import mlx.core as mx
 
-    from segtrain import lora as L
-    from segtrain.engine import FullBackward, SegmentedBackward
+    from segtrain.engine.backward import FullBackward, SegmentedBackward
+    from segtrain.lora import layers as L
     from segtrain.models.stack import LayerStack
 
     lora = L.attach(model, rank=8, scale=2.0)
@@ -168,10 +168,10 @@ def measure(options: dict[str, Any], rows: int, repeats: int) -> dict[str, Any]:
         options.pop("kind")
         step = mlx_lm_step(model, rows, **options)
     else:
-        from segtrain import layouts, losses
+        from segtrain.engine import layouts, objectives
 
         row = layouts.single(ids(rows), [True] * (rows + 1))
-        backward = segtrain_backward(model, options, losses.sft, phases)
+        backward = segtrain_backward(model, options, objectives.sft, phases)
 
         def step() -> float:
             value = backward.step(row).loss
@@ -206,10 +206,10 @@ def measure_flat(options: dict[str, Any], steps: int) -> dict[str, Any]:
     """Active memory after each of `steps` steps of varying lengths, optimiser-free; gradients are dropped at once."""
     import mlx.core as mx
 
-    from segtrain import layouts, losses
-    from segtrain.engine import no_meter
+    from segtrain.engine import layouts, objectives
+    from segtrain.engine.backward import no_meter
 
-    backward = segtrain_backward(build_model(), options, losses.sft, no_meter)
+    backward = segtrain_backward(build_model(), options, objectives.sft, no_meter)
     active = []
     for number in range(steps):
         rows = 16 + (number * 37) % 112

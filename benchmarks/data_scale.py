@@ -98,7 +98,7 @@ def measure(case: str, model: str, path: str, workers: int | None) -> dict[str, 
     from segtrain.data import open_data
     from segtrain.data.check import check_data
     from segtrain.data.tokenizer import load_tokenizer
-    from segtrain.recipe import Recipe
+    from segtrain.recipe.schema import Recipe
 
     data = {"train": path, "max_seq_length": 2048, "streaming": case == "streaming"}
     recipe = Recipe.model_validate({"model": model, "data": data})

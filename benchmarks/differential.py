@@ -41,7 +41,8 @@ import tiny_configs  # noqa: E402
 import tiny_run  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 
-from segtrain import attention, cli  # noqa: E402
+from segtrain import cli  # noqa: E402
+from segtrain.attention import dispatch  # noqa: E402
 from segtrain.errors import RunFailed  # noqa: E402
 from segtrain.events import TrainStep  # noqa: E402
 from segtrain.memory import choices, choose, machine, shapes  # noqa: E402
@@ -49,9 +50,9 @@ from segtrain.memory.backends import BACKENDS  # noqa: E402
 from segtrain.memory.meter import frozen_bytes  # noqa: E402
 from segtrain.models import support  # noqa: E402
 from segtrain.models.load import load  # noqa: E402
-from segtrain.recipe import load_recipe  # noqa: E402
-from segtrain.session import open_session  # noqa: E402
-from segtrain.trainer import Trainer  # noqa: E402
+from segtrain.recipe.schema import load_recipe  # noqa: E402
+from segtrain.run.session import open_session  # noqa: E402
+from segtrain.run.trainer import Trainer  # noqa: E402
 
 FAMILIES = ("llama", "gemma3_text", "gemma4_text", "qwen3_moe")
 WORDS = ["the", "a", "in", "then", "hers", "other", "inner", "thin", "rather", "there", "ant", "tea", "net", "earth"]
@@ -257,9 +258,9 @@ def taken_for(given: Machine, cache: Path) -> Iterator[None]:
     (cache / "segtrain").mkdir(parents=True, exist_ok=True)
     (cache / "segtrain" / "bench.json").write_text(json.dumps(bench))
     tiles = {"tile_bytes": 2048} if given.attention == "tiles" else {}
-    rows = replace(attention.BACKENDS["cpu"], query_multiple=given.align, array_mask=True, **tiles)
+    rows = replace(dispatch.BACKENDS["cpu"], query_multiple=given.align, array_mask=True, **tiles)
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(attention.BACKENDS, {"cpu": rows}))
+        stack.enter_context(patch.dict(dispatch.BACKENDS, {"cpu": rows}))
         stack.enter_context(patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}))
         stack.enter_context(patch.multiple(choose, MLP_ROWS=given.mlp_rows, MIN_CHUNK=given.head_chunk))
         if given.whim:

@@ -123,25 +123,26 @@ def measure(step, steps: int, warm: bool) -> dict:
 def segtrain_step(model, args, job):
     import mlx.core as mx
 
-    from segtrain import lora, losses
-    from segtrain.engine import FullBackward, SegmentedBackward
-    from segtrain.layouts import pair, shared_prefix, single
+    from segtrain.engine import objectives
+    from segtrain.engine.backward import FullBackward, SegmentedBackward
+    from segtrain.engine.layouts import pair, shared_prefix, single
+    from segtrain.lora import layers
     from segtrain.models.stack import LayerStack
-    from segtrain.optim import Optimizer, clip_factor, global_norm
-    from segtrain.recipe import TrainRecipe
+    from segtrain.recipe.schema import TrainRecipe
+    from segtrain.run.optimizer import Optimizer, clip_factor, global_norm
 
     if not hasattr(model, "_lora"):
-        model._lora = lora.attach(model, rank=8, scale=20.0)
+        model._lora = layers.attach(model, rank=8, scale=20.0)
     stack = LayerStack(model)
     stack.mlp_rows, stack.dequantize = job.get("mlp_rows"), job.get("dequantize", False)
     T = job["T"]
     ids = mx.random.randint(0, args.vocab_size, (T + 1,)).tolist()
     if job.get("layout", "sft") == "sft":
-        layout, loss = single(ids, [True] * (T + 1)), losses.sft
+        layout, loss = single(ids, [True] * (T + 1)), objectives.sft
     else:
         R = job["response"]
         build_layout = shared_prefix if job["layout"] == "shared" else pair
-        layout, loss = build_layout(ids[: T - 2 * R], ids[:R], ids[R : 2 * R]), losses.orpo()
+        layout, loss = build_layout(ids[: T - 2 * R], ids[:R], ids[R : 2 * R]), objectives.orpo()
     if job.get("full"):
         engine = FullBackward(stack, model._lora, loss, compiled=job.get("compiled", False))
     else:
@@ -203,9 +204,9 @@ def control_step(model, args, job):
     import mlx.optimizers as optim
     from mlx_lm.tuner.trainer import grad_checkpoint
 
-    from segtrain import lora
+    from segtrain.lora import layers
 
-    lora.attach(model, rank=8, scale=20.0)
+    layers.attach(model, rank=8, scale=20.0)
     grad_checkpoint(model.layers[0])
     T, chunk = job["T"], 1024
     ids = mx.random.randint(0, args.vocab_size, (1, T + 1))

@@ -41,13 +41,13 @@ def curve(bits: int, dtype: str, engine: dict[str, Any], steps: int) -> list[flo
     from mlx.utils import tree_map
     from plan_accuracy import backward_of
 
-    from segtrain import lora as lora_module
-    from segtrain import losses
     from segtrain.data import open_data
-    from segtrain.engine import no_meter
+    from segtrain.engine import objectives
+    from segtrain.engine.backward import no_meter
+    from segtrain.lora import layers as lora_module
     from segtrain.models.load import load
-    from segtrain.optim import Optimizer
-    from segtrain.recipe import Recipe
+    from segtrain.recipe.schema import Recipe
+    from segtrain.run.optimizer import Optimizer
 
     loaded = load(str(ROOT / "examples/demo-model"))
     model = loaded.model
@@ -65,7 +65,7 @@ def curve(bits: int, dtype: str, engine: dict[str, Any], steps: int) -> list[flo
     )
     rows = open_data(recipe, "sft", loaded.tokenizer).train
     lora = lora_module.attach(model, rank=8, scale=2.0)
-    backward = backward_of(model, lora, engine, losses.sft, no_meter)
+    backward = backward_of(model, lora, engine, objectives.sft, no_meter)
     optimizer = Optimizer(recipe.train, steps)
     found = []
     for _, row in zip(range(steps), rows, strict=False):
@@ -76,7 +76,7 @@ def curve(bits: int, dtype: str, engine: dict[str, Any], steps: int) -> list[flo
 
 
 def single(row: Any) -> Any:
-    from segtrain import layouts
+    from segtrain.engine import layouts
 
     return layouts.single(row.tokens, row.supervised)
 

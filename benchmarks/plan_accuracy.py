@@ -154,7 +154,7 @@ def _quantises(module: Any) -> bool:
 def layout_of(row: dict[str, Any], vocabulary: int) -> Any:
     import mlx.core as mx
 
-    from segtrain import layouts
+    from segtrain.engine import layouts
 
     def ids(count: int, seed: int) -> list[int]:
         return mx.random.randint(0, vocabulary, (count,), key=mx.random.key(seed)).tolist()
@@ -191,7 +191,7 @@ class Phases:
 
 
 def backward_of(model: Any, lora: Any, engine: dict[str, Any], loss: Any, meter: Any) -> Any:
-    from segtrain.engine import FullBackward, SegmentedBackward
+    from segtrain.engine.backward import FullBackward, SegmentedBackward
     from segtrain.models.stack import LayerStack
 
     stack, options = LayerStack(model), dict(engine)
@@ -205,16 +205,16 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """One case, in this process: a short step and an update make the optimiser's state, then the step that counts."""
     import mlx.core as mx
 
-    from segtrain import lora as L
-    from segtrain import losses
-    from segtrain.optim import Optimizer
-    from segtrain.recipe import TrainRecipe
+    from segtrain.engine import objectives
+    from segtrain.lora import layers as L
+    from segtrain.recipe.schema import TrainRecipe
+    from segtrain.run.optimizer import Optimizer
 
     mx.set_default_device(mx.cpu)
     model = build(case["family"], case["dtype"])
     resident = mx.get_active_memory()
     lora, phases = L.attach(model, rank=8, scale=2.0), Phases()
-    loss = losses.sft if case["row"]["layout"] == "sft" else losses.orpo(0.1, "full")
+    loss = objectives.sft if case["row"]["layout"] == "sft" else objectives.orpo(0.1, "full")
     chunk = {} if case["engine"].get("backward") == "full" else {"head_chunk": 256}
     backward = backward_of(model, lora, chunk | case["engine"], loss, phases)
     optimizer = Optimizer(TrainRecipe(), 10)

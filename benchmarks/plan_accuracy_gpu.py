@@ -89,7 +89,7 @@ class Subject:
         import mlx.nn as nn
         from mlx_lm.models import llama
 
-        from segtrain import lora
+        from segtrain.lora import layers
         from segtrain.models.load import Loaded
         from segtrain.models.stack import LayerStack
 
@@ -102,7 +102,7 @@ class Subject:
         mx.eval(model.parameters())
         model.freeze()
         self.resident = mx.get_active_memory()
-        self.lora = lora.attach(model, rank=8, scale=2.0)
+        self.lora = layers.attach(model, rank=8, scale=2.0)
         mx.eval(self.lora.values())
         self.loaded_bytes = mx.get_active_memory()
         self.loaded, self.stack = Loaded(model, None, self.config, Path()), LayerStack(model)
@@ -113,7 +113,7 @@ class Subject:
 
         from segtrain.memory import rows
         from segtrain.memory.meter import Meter
-        from segtrain.memory.planning import Planner
+        from segtrain.run.planning import Planner
 
         lines: list[dict[str, Any]] = []
         meter = Meter(lines.append)
@@ -154,19 +154,20 @@ class Subject:
 
     def _session(self, setting: dict[str, Any]) -> Any:
         """What the trainer's session would be, for a recipe that holds this setting."""
-        from segtrain import attention, losses
+        from segtrain.attention import dispatch
+        from segtrain.engine import objectives
         from segtrain.models.stack import LayerStack
-        from segtrain.recipe import Recipe
-        from segtrain.session import Session
+        from segtrain.recipe.schema import Recipe
+        from segtrain.run.session import Session
 
         preference = setting["layout"] != "sft"
         engine = {**setting["engine"], "memory_budget": self._budget(setting)}
         engine["prefix_sharing"] = setting["layout"] == "shared"
         data = {"train": "none.jsonl", "max_seq_length": self._tokens(setting) + 1}
         recipe = Recipe.from_mapping({"model": "random", "data": data, "engine": engine, "train": {"steps": 10}})
-        loss = losses.orpo(0.1, "full") if preference else losses.sft
+        loss = objectives.orpo(0.1, "full") if preference else objectives.sft
         stack = LayerStack(self.loaded.model)
-        align = attention.align(attention.backend())
+        align = dispatch.align(dispatch.backend())
         return Session(recipe, self.loaded, self.lora, stack, loss, setting["layout"] == "shared", [], align)
 
     def _tokens(self, setting: dict[str, Any]) -> int:
@@ -186,7 +187,7 @@ class Subject:
         return f"{(fixed + BUDGETS[setting['budget']] * need) / MB:.0f}MB"
 
     def _layout(self, setting: dict[str, Any]) -> Any:
-        from segtrain import layouts
+        from segtrain.engine import layouts
 
         row = self._row(setting)
         if setting["layout"] == "sft":
@@ -210,10 +211,10 @@ class Subject:
 
     def _updates(self, session: Any, row: Any, choose: Callable, meter: Any) -> Callable[[], Any]:
         """A function that makes one update on `row`, as the training loop does."""
-        from segtrain.distributed import Ranks
-        from segtrain.optim import Optimizer
-        from segtrain.runstate import RunState
-        from segtrain.updates import Updates
+        from segtrain.parallel.ranks import Ranks
+        from segtrain.run.optimizer import Optimizer
+        from segtrain.run.state import RunState
+        from segtrain.run.updates import Updates
 
         def rows() -> Iterator[Any]:
             while True:

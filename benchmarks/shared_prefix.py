@@ -24,10 +24,10 @@ def measure(engine: str, sizes: list[int], repeats: int) -> dict[str, Any]:
     """Both layouts in turn, in this process: the fastest step and the highest peak above the model of each."""
     import mlx.core as mx
 
-    from segtrain import layouts, losses
+    from segtrain.engine import layouts, objectives
 
     phases = Phases()
-    backward = segtrain_backward(build_model(), ENGINES[engine], losses.orpo(), phases)
+    backward = segtrain_backward(build_model(), ENGINES[engine], objectives.orpo(), phases)
     parts = [ids(n - 1, seed) for seed, n in enumerate(sizes)]
     rows = {"pair": layouts.pair(*parts), "shared": layouts.shared_prefix(*parts)}
     base = mx.get_active_memory()

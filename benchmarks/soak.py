@@ -26,8 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import tiny_run  # noqa: E402
 
 from segtrain.events import TrainStep  # noqa: E402
-from segtrain.recipe import Recipe  # noqa: E402
-from segtrain.trainer import Trainer  # noqa: E402
+from segtrain.recipe.schema import Recipe  # noqa: E402
+from segtrain.run.trainer import Trainer  # noqa: E402
 
 WARM_UP = 200
 ACTIVE, RSS = 1e6, 50e6  # bytes

@@ -197,25 +197,27 @@ class Worker:
         import floor
         import mlx.core as mx
 
-        from segtrain import distributed, lora, losses
-        from segtrain.engine import SegmentedBackward
+        from segtrain.engine import objectives
+        from segtrain.engine.backward import SegmentedBackward
+        from segtrain.lora import layers
         from segtrain.models.stack import LayerStack
-        from segtrain.optim import Optimizer
-        from segtrain.recipe import TrainRecipe
+        from segtrain.parallel import ranks
+        from segtrain.recipe.schema import TrainRecipe
+        from segtrain.run.optimizer import Optimizer
 
         self.mx = mx
-        self.ranks = distributed.join()
+        self.ranks = ranks.join()
         model, self.args = floor.build(shape, 0, "float32" if shape == "tiny" else "bfloat16")
-        self.lora = lora.attach(model, rank=8, scale=20.0)
+        self.lora = layers.attach(model, rank=8, scale=20.0)
         stack, options = LayerStack(model), {"head_chunk": 1024, "compiled": True, "lookahead": 1}
-        self.engine = SegmentedBackward(stack, self.lora, losses.sft, **options)
+        self.engine = SegmentedBackward(stack, self.lora, objectives.sft, **options)
         self.optimizer = Optimizer(TrainRecipe(optimizer="adam", learning_rate=1e-5, lr_schedule="constant"), 10**6)
         self.base = mx.get_active_memory()
         mx.set_cache_limit(8 << 30)
 
     def step(self, tokens: int, *, exchange: bool) -> dict[str, float]:
         """Seconds of one update's phases."""
-        from segtrain.layouts import single
+        from segtrain.engine.layouts import single
 
         mx = self.mx
         ids = mx.random.randint(0, self.args.vocab_size, (tokens + 1,)).tolist()
@@ -304,7 +306,7 @@ def scaling(backend: str, small: bool) -> list[dict]:
 
 
 def lost(folder: Path, backend: str, rank: int) -> dict:
-    from segtrain import checkpoint
+    from segtrain.storage import checkpoint
 
     steps, name = 60, f"lost-{rank}"
     path = make_recipe(folder, name, "sft", "float32", 1, steps)

@@ -23,10 +23,10 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models import gemma3_text
 
-from segtrain.layouts import Stream
-from segtrain.lora import attach, swapped
+from segtrain.engine.layouts import Stream
+from segtrain.engine.segments import HIDDEN
+from segtrain.lora.layers import attach, swapped
 from segtrain.models.stack import LayerStack
-from segtrain.segments import HIDDEN
 
 WINDOW = 512
 CONFIG = {

@@ -22,7 +22,7 @@ from segtrain.signals import INTERRUPTED, StopRequest, leave_with
 
 if TYPE_CHECKING:
     from segtrain.events import Event
-    from segtrain.recipe import Recipe
+    from segtrain.recipe.schema import Recipe
 
 TRAINING = ("sft", "orpo")
 DONE, FAILED, MISUSED = 0, 1, 2
@@ -184,21 +184,21 @@ def plan_segments(
         raise UserError("give a recipe, or --model with --seq: segtrain plan-segments --model DIR --seq 8192")
     if recipe is None and set_:
         raise UserError("--set changes a recipe, and none is given")
-    from segtrain.recipe import parse_bytes
+    from segtrain.recipe.schema import parse_bytes
 
     if budget is not None:
         parse_bytes(budget)
     loaded = _load(recipe, set_, "plan-segments") if recipe else None
 
     from segtrain.memory.backends import set_buffers
-    from segtrain.memory.preview import preview
+    from segtrain.run.preview import preview
 
     set_buffers(os.environ, seq or (loaded.data.max_seq_length if loaded else 0))  # as a training run does
     found = preview(loaded, model=model, seq=seq, budget=budget, measure=measure)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
-        from segtrain.progress import print_preview
+        from segtrain.terminal.progress import print_preview
 
         print_preview(found)
     return DONE if found.fits else FAILED
@@ -215,8 +215,8 @@ def check(recipe: RecipeFile = None, set_: Set = None, debug: Debug = False) -> 
     """
     loaded = _load(recipe, set_, "check")
     from segtrain.data.check import check_data
-    from segtrain.progress import print_check
     from segtrain.terminal.counter import counter
+    from segtrain.terminal.progress import print_check
 
     with counter("rows") as count:
         report = check_data(loaded, progress=count)
@@ -235,8 +235,8 @@ def verify_grads(recipe: RecipeFile = None, set_: Set = None, debug: Debug = Fal
     On a short row of your own data, module by module. Exit code 1: they differ.
     """
     loaded = _load(recipe, set_, "verify-grads")
-    from segtrain.progress import print_verify
-    from segtrain.verify import verify_gradients
+    from segtrain.run.verify import verify_gradients
+    from segtrain.terminal.progress import print_verify
 
     report = verify_gradients(loaded)
     print_verify(report)
@@ -251,7 +251,7 @@ def export(
     debug: Debug = False,
 ) -> int:
     """Write a run's adapter as PEFT or mlx-lm files."""
-    from segtrain.adapters import export as write
+    from segtrain.lora.adapters import export as write
 
     for notice in write(run, out, format_.value):
         typer.echo(notice, err=True)
@@ -281,7 +281,7 @@ def init(
     debug: Debug = False,
 ) -> int:
     """Write a commented recipe to start from."""
-    from segtrain.scaffold import write_recipe
+    from segtrain.recipe.scaffold import write_recipe
 
     write_recipe(out, loss.value, overwrite=overwrite)
     typer.echo(f"wrote {out}; set model and data.train in it, then: segtrain check {out}")
@@ -292,7 +292,7 @@ def init(
 def models(debug: Debug = False) -> int:
     """List the supported model types."""
     from segtrain.models.support import table
-    from segtrain.progress import print_models
+    from segtrain.terminal.progress import print_models
 
     print_models(table())
     return DONE
@@ -304,8 +304,8 @@ def bench(debug: Debug = False) -> int:
 
     Kinds of attention, dense copies of quantised weights, look-ahead. Takes less than two minutes.
     """
-    from segtrain.bench import bench as measure
-    from segtrain.progress import print_bench
+    from segtrain.run.bench import bench as measure
+    from segtrain.terminal.progress import print_bench
 
     print_bench(measure())
     return DONE
@@ -386,7 +386,7 @@ def _failed(code: int, message: str) -> int:
 def _load(recipe: Path | None, changes: list[str] | None, command: str) -> "Recipe":
     if recipe is None:
         raise UserError(FIRST_RUN.format(command=command))
-    from segtrain.recipe import load_recipe
+    from segtrain.recipe.schema import load_recipe
 
     loaded = load_recipe(recipe, changes or ())
     if command not in TRAINING:  # a run shows them as events
@@ -399,15 +399,15 @@ def _train(loss: Literal["sft", "orpo"], recipe: "Recipe", *, dry_run: bool, **f
     from segtrain.memory.backends import set_buffers
 
     set_buffers(os.environ, recipe.data.max_seq_length)  # before anything imports mlx
-    from segtrain import distributed
-    from segtrain.logging_backends import require
-    from segtrain.progress import make_progress
-    from segtrain.trainer import Trainer
+    from segtrain.parallel.ranks import join
+    from segtrain.run.logging_backends import require
+    from segtrain.run.trainer import Trainer
+    from segtrain.terminal.progress import make_progress
 
     require(recipe.output.report_to)
     with ExitStack() as stack:
         sinks: list[Callable[[Event], None]] = []
-        if distributed.join().writes:
+        if join().writes:
             sinks.append(stack.enter_context(make_progress(every=recipe.output.report_every)))
         events = Trainer(recipe, loss, dry_run=dry_run, **flags).events()
         return _follow(events, sinks, [] if dry_run or not sinks else recipe.output.report_to, recipe)
@@ -418,7 +418,7 @@ def _follow(
 ) -> int:
     """Show every event; trackers start once the run has its directory."""
     from segtrain.events import RunEnded, RunStarted
-    from segtrain.logging_backends import make_loggers
+    from segtrain.run.logging_backends import make_loggers
 
     code = DONE
     for event in events:

@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from segtrain.recipe import Recipe
+from segtrain.recipe.schema import Recipe
 
 FILES = Path(__file__).parent / "data"
 

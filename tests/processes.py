@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["segtrain.cli", "segtrain.progress", "segtrain.trainer", "segtrain.recipe"])
+PRELOADED = ["segtrain.cli", "segtrain.terminal.progress", "segtrain.run.trainer", "segtrain.recipe.schema"]
+CONTEXT.set_forkserver_preload(PRELOADED)
 LIMIT = 120.0  # seconds for anything to happen on a busy machine
 
 
@@ -29,7 +30,7 @@ def start(
 ) -> BaseProcess:
     """Run `segtrain ARGUMENTS` with its output in `log`.
 
-    `slow`: a function such as `segtrain.durable:write_new` that takes `seconds` longer and logs each call;
+    `slow`: a function such as `segtrain.storage.durable:write_new` that takes `seconds` longer and logs each call;
     `computing`: it spends them inside mlx, where no handler of Python's runs; `file_limit`: bytes beyond which no file
     may grow.
     """

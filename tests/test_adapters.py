@@ -18,11 +18,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama, mixtral
 from mlx_lm.utils import load_adapters, load_model
 
-from segtrain import adapters, peft
-from segtrain.checkpoint import write_adapters
 from segtrain.errors import UserError
-from segtrain.lora import Lora, attach
-from segtrain.recipe import LoraRecipe
+from segtrain.lora import adapters, peft
+from segtrain.lora.layers import Lora, attach
+from segtrain.recipe.schema import LoraRecipe
+from segtrain.storage.checkpoint import write_adapters
 
 TOKENS = mx.array([[1, 5, 9, 2, 7]])
 CONFIG = {

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segtrain import attention, attention_blocks
-from segtrain.attention import BACKENDS, Backend, Call, align, attend, backend, choose, reference, visibility
-from segtrain.layouts import Stream
+from segtrain.attention import blocks, dispatch
+from segtrain.attention.dispatch import BACKENDS, Backend, Call, align, attend, backend, choose, reference, visibility
+from segtrain.engine.layouts import Stream
 
 TOLERANCE = 2e-5
 
@@ -166,10 +166,10 @@ def test_any_stream(rows, prefix, lengths, window, softcap, grouping, value_dim)
 
 def test_a_tile_of_many_heads_is_taken_in_parts():
     """The blocks' loop over heads, which only long rows or small tiles reach."""
-    blocks = attention_blocks.Blocks(0.25, tile_bytes=4 * 2 * 128 * 150)
+    form = blocks.Blocks(0.25, tile_bytes=4 * 2 * 128 * 150)
     q, k, v, *_ = arrays(rows=150, keys=150, heads=8, groups=4)
-    assert len(list(blocks.parts(q, k, v))) == 4
-    rows = replace(BLOCKS, tile_bytes=blocks.tile_bytes)
+    assert len(list(form.parts(q, k, v))) == 4
+    rows = replace(BLOCKS, tile_bytes=form.tile_bytes)
     shape = {"rows": 150, "keys": 150, "heads": 8, "groups": 4}
     assert max(errors(rows, shape, sinks=True, softcap=2.0, window=90)) <= TOLERANCE
 
@@ -183,15 +183,15 @@ def test_a_tile_of_many_heads_is_taken_in_parts():
     tile=st.integers(1, 1 << 22),
 )
 def test_spans_cover_every_visible_pair_within_the_tile(rows, before, heads, window, tile):
-    part = attention_blocks.Part(mx.zeros((1, heads, 1, rows, 1)), mx.zeros((1, heads, rows + before, 1)), None, None)
-    spans = list(attention_blocks.Blocks(1.0, window, tile_bytes=tile).spans(part))
+    part = blocks.Part(mx.zeros((1, heads, 1, rows, 1)), mx.zeros((1, heads, rows + before, 1)), None, None)
+    spans = list(blocks.Blocks(1.0, window, tile_bytes=tile).spans(part))
     assert [s.start for s in spans] == [0, *(s.stop for s in spans[:-1])]
     assert spans[-1].stop == rows
     for s in spans:
         assert s.last == before + s.stop
         assert s.first == (0 if window is None else max(0, before + s.start - window + 1))
         size = 4 * heads * (s.stop - s.start) * (s.last - s.first)
-        assert size <= tile or s.stop - s.start <= attention_blocks.MIN_ROWS
+        assert size <= tile or s.stop - s.start <= blocks.MIN_ROWS
 
 
 CAUSAL, WINDOW = {}, {"window": 11}
@@ -374,8 +374,8 @@ def test_heads_are_split_into_fused_calls_of_bounded_size(monkeypatch, heads, gr
         sizes.append(q.shape[1] * k.shape[2] * k.shape[3])
         return original(q, k, v, **rule)
 
-    original = attention._sdpa
-    monkeypatch.setattr(attention, "_sdpa", counted)
+    original = dispatch._sdpa
+    monkeypatch.setattr(dispatch, "_sdpa", counted)
     shape = {"rows": 90, "keys": 100, "heads": heads, "groups": groups}
     assert max(errors(replace(FUSED, fused_elements=limit), shape, sinks=sinks)) < TOLERANCE
     one_head = 106 * 16  # 90 rows are padded to 96, and their keys with them

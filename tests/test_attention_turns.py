@@ -5,7 +5,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-from segtrain.attention_turns import Turns, cut
+from segtrain.attention.turns import Turns, cut
 
 PARTS, ROWS = 16, 1024
 

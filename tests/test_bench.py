@@ -7,10 +7,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from segtrain import attention, bench
+from segtrain.attention import dispatch
 from segtrain.memory import machine, shapes
 from segtrain.memory.backends import BACKENDS
 from segtrain.memory.timing import DEFAULTS
+from segtrain.run import bench
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +95,9 @@ def test_the_measurement_steers_attention_and_its_estimate(
 ) -> None:
     """What was measured as lost is never fused; what won on a backend without a fused kernel in the table is."""
     wrote(backend=name, choices=choices)
-    row = attention.steered(attention.BACKENDS[name], choices)
-    call = attention.Call(8, 1024, 1024, dim, dim, getattr(mx, dtype), window=window)
-    kind, before = attention.choose(row, call), attention.choose(attention.BACKENDS[name], call)
+    row = dispatch.steered(dispatch.BACKENDS[name], choices)
+    call = dispatch.Call(8, 1024, 1024, dim, dim, getattr(mx, dtype), window=window)
+    kind, before = dispatch.choose(row, call), dispatch.choose(dispatch.BACKENDS[name], call)
     if choices is BLOCKS:
         assert kind == "blocks"
     elif choices is FUSED and name == "cpu" and window is None:
@@ -111,11 +112,11 @@ def test_the_measurement_steers_attention_and_its_estimate(
 def test_the_measurement_is_followed_by_this_device() -> None:
     q = mx.random.normal((1, 2, 8, 64))
     try:
-        attention.follow(FUSED)
-        assert attention.backend().head_dims == {64}
-        fused = attention.attend(q, q, q, scale=0.125)
-        attention.follow({})
-        assert attention.backend() == attention.BACKENDS[attention.backend().name]
-        assert mx.allclose(fused, attention.attend(q, q, q, scale=0.125), atol=1e-5)
+        dispatch.follow(FUSED)
+        assert dispatch.backend().head_dims == {64}
+        fused = dispatch.attend(q, q, q, scale=0.125)
+        dispatch.follow({})
+        assert dispatch.backend() == dispatch.BACKENDS[dispatch.backend().name]
+        assert mx.allclose(fused, dispatch.attend(q, q, q, scale=0.125), atol=1e-5)
     finally:
-        attention.follow({})
+        dispatch.follow({})

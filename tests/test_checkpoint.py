@@ -19,9 +19,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from segtrain import checkpoint, durable
-from segtrain.checkpoint import Unreadable, clean, directory, load, newest, newest_path, prune, save, write_adapters
 from segtrain.errors import RunFailed
+from segtrain.storage import checkpoint, durable
+from segtrain.storage.checkpoint import (
+    Unreadable,
+    clean,
+    directory,
+    load,
+    newest,
+    newest_path,
+    prune,
+    save,
+    write_adapters,
+)
 
 CALLS = [(os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (builtins, "open"), (mx, "save_safetensors")]
 
@@ -187,7 +197,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_checkpoint import stored
-from segtrain import checkpoint
+from segtrain.storage import checkpoint
 run, step = Path(sys.argv[1]), 1
 print("ready", flush=True)
 while True:

@@ -81,10 +81,10 @@ def trainer(install: Install) -> SimpleNamespace:
             raise UserError("trackio isn't installed")
 
     FakeTrainer.script = ()
-    install("segtrain.trainer", Trainer=FakeTrainer)
-    install("segtrain.progress", make_progress=make_progress)
-    install("segtrain.logging_backends", make_loggers=make_loggers, require=require)
-    install("segtrain.distributed", join=lambda: SimpleNamespace(writes=seen.rank == 0))
+    install("segtrain.run.trainer", Trainer=FakeTrainer)
+    install("segtrain.terminal.progress", make_progress=make_progress)
+    install("segtrain.run.logging_backends", make_loggers=make_loggers, require=require)
+    install("segtrain.parallel.ranks", join=lambda: SimpleNamespace(writes=seen.rank == 0))
     return seen
 
 
@@ -265,8 +265,8 @@ def test_plan_segments(fits: bool, workplace: Path, install: Install, capsys: py
         asked.update(options, recipe=recipe)
         return SimpleNamespace(fits=fits, as_json=lambda: {"fits": fits})
 
-    install("segtrain.memory.preview", preview=preview)
-    install("segtrain.progress", print_preview=lambda found: print("table"))
+    install("segtrain.run.preview", preview=preview)
+    install("segtrain.terminal.progress", print_preview=lambda found: print("table"))
     assert cli.run(["plan-segments", "r.yaml", "--budget", "24GB"]) == (0 if fits else 1)
     assert capsys.readouterr().out == "table\n"
     assert (asked["budget"], asked["measure"], asked["recipe"].model) == ("24GB", False, "m")
@@ -279,8 +279,8 @@ def test_plan_segments(fits: bool, workplace: Path, install: Install, capsys: py
 def test_verify_grads(passed: bool, workplace: Path, install: Install) -> None:
     shown: list[Any] = []
     report = SimpleNamespace(passed=passed)
-    install("segtrain.verify", verify_gradients=lambda recipe: report)
-    install("segtrain.progress", print_verify=shown.append)
+    install("segtrain.run.verify", verify_gradients=lambda recipe: report)
+    install("segtrain.terminal.progress", print_verify=shown.append)
     assert cli.run(["verify-grads", "r.yaml"]) == (0 if passed else 1)
     assert shown == [report]
 
@@ -289,8 +289,8 @@ def test_check_models_and_bench_print(workplace: Path, install: Install) -> None
     shown: list[Any] = []
     install("segtrain.data.check", check_data=lambda recipe, progress: progress(1, 2) or recipe.model)
     install("segtrain.models.support", table=lambda: ["llama"])
-    install("segtrain.bench", bench=lambda: "bench")
-    install("segtrain.progress", print_check=shown.append, print_models=shown.append, print_bench=shown.append)
+    install("segtrain.run.bench", bench=lambda: "bench")
+    install("segtrain.terminal.progress", print_check=shown.append, print_models=shown.append, print_bench=shown.append)
     assert [cli.run(arguments.split()) for arguments in ("check r.yaml", "models", "bench")] == [0, 0, 0]
     assert shown == ["m", ["llama"], "bench"]
 
@@ -306,7 +306,7 @@ def test_notices_are_said_once(
 ) -> None:
     """A run shows them as events, so the command line itself stays silent there."""
     install("segtrain.data.check", check_data=lambda recipe, progress: None)
-    vars(sys.modules["segtrain.progress"])["print_check"] = lambda report: None
+    vars(sys.modules["segtrain.terminal.progress"])["print_check"] = lambda report: None
     assert cli.run([command, "r.yaml", "--set", "trust_remote_code=true"]) == 0
     assert ("note: trust_remote_code runs" in capsys.readouterr().err) == said
 
@@ -332,7 +332,7 @@ def test_counter_is_silent_in_a_pipe() -> None:
 
 
 def test_export_and_report(workplace: Path, install: Install, capsys: pytest.CaptureFixture[str]) -> None:
-    install("segtrain.adapters", export=lambda run, out, kind: [f"{run} {out} {kind}"])
+    install("segtrain.lora.adapters", export=lambda run, out, kind: [f"{run} {out} {kind}"])
     install("segtrain.report", write_report=lambda run: run / "report.html")
     assert cli.run(["export", "run", "--format", "peft", "--out", "there"]) == 0
     out, err = capsys.readouterr()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from segtrain.recipe import Recipe, load_recipe
-from segtrain.scaffold import recipe_text, write_recipe
+from segtrain.recipe.scaffold import recipe_text, write_recipe
+from segtrain.recipe.schema import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -5,8 +5,8 @@ import mlx.nn as nn
 import pytest
 import tiny
 
-from segtrain import losses
-from segtrain.engine import SegmentedBackward
+from segtrain.engine import objectives
+from segtrain.engine.backward import SegmentedBackward
 from segtrain.models import dense
 from segtrain.models.dense import dense_weight, dequantized, dequantized_in_slices, quantized_modules
 from segtrain.models.stack import LayerStack
@@ -86,12 +86,12 @@ def test_a_stack_on_dense_weights_slices_its_head(family: str, compiled: bool, m
     monkeypatch.setattr(dense, "SLICE_BYTES", 20 * 32 * 4)
     model = tiny.build(family, bits=4)
     stack, lora = LayerStack(model), tiny.attach(model)
-    expected = SegmentedBackward(stack, lora, losses.sft).step(tiny.row())
+    expected = SegmentedBackward(stack, lora, objectives.sft).step(tiny.row())
     calls: list[int] = []
     original = dense._in_slices
     monkeypatch.setattr(dense, "_in_slices", lambda module, x: calls.append(1) or original(module, x))
     stack.dequantize = True
-    actual = SegmentedBackward(stack, lora, losses.sft, head_chunk=8, compiled=compiled).step(tiny.row())
+    actual = SegmentedBackward(stack, lora, objectives.sft, head_chunk=8, compiled=compiled).step(tiny.row())
     assert calls
     assert actual.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=2e-6)
     assert tiny.relative(expected.grads, actual.grads) < 1e-5

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import differential
 
-from segtrain import engine
+from segtrain.engine import backward
 
 SEEDS = (1007, 1065, 1069, 1118, 1151, 1155, 1171, 1179)  # all optimisers and models; ranks, a stop, 4 bits, ORPO
 ON_CPU = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="its tolerances are those of the CPU")
@@ -34,12 +34,12 @@ def test_drawn_runs_equal_full_backward(folder: Path) -> None:
 @pytest.mark.parametrize("seed", [1065, 1179])
 def test_a_gradient_off_by_a_thousandth_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The control."""
-    right = engine.cotangent
+    right = backward.cotangent
 
     def off(*args: Any) -> mx.array:
         return 1.001 * right(*args)
 
-    monkeypatch.setattr(engine, "cotangent", off)
+    monkeypatch.setattr(backward, "cotangent", off)
     assert differential.run(differential.draw(seed), folder / f"off-{seed}")["problems"]
 
 

@@ -24,12 +24,13 @@ import pytest
 import tiny_run
 from processes import LIMIT, ended, free_ports, said, send, start, start_ranks, wait_for
 
-from segtrain import checkpoint, lifeline
-from segtrain.distributed import Ranks, _pieces
 from segtrain.events import PlanChosen
-from segtrain.lifeline import Lifeline
-from segtrain.recipe import load_recipe
-from segtrain.trainer import Trainer
+from segtrain.parallel import lifeline
+from segtrain.parallel.lifeline import Lifeline
+from segtrain.parallel.ranks import Ranks, _pieces
+from segtrain.recipe.schema import load_recipe
+from segtrain.run.trainer import Trainer
+from segtrain.storage import checkpoint
 
 AUTO = {"backward": "auto", "memory_budget": "1GB"}
 LAUNCH = Path(sys.executable).with_name("mlx.launch")
@@ -148,7 +149,7 @@ def test_resume_and_a_rank_without_validation_rows(folder: Path) -> None:
     changes = {"eval__rows": 1, "output__save_every": 4, "train__steps": 5}
     one = alone(folder, "alone-one-row", "sft", **changes)
     path = recipe_file(folder, "stopped", "sft", 1, **changes)
-    ranks = start_ranks(["sft", str(path)], path.parent, slow="segtrain.updates:Updates._apply")
+    ranks = start_ranks(["sft", str(path)], path.parent, slow="segtrain.run.updates:Updates._apply")
     wait_for(said(path.parent / "rank-1.log", "<_apply>", 2), "two updates")
     send(ranks[1], signal.SIGTERM)
     assert [ended(rank) for rank in ranks] == [130, 130]
@@ -164,7 +165,7 @@ def test_resume_and_a_rank_without_validation_rows(folder: Path) -> None:
 @pytest.mark.parametrize(("lost", "how"), [(0, "killed"), (1, "killed"), (1, "interrupted twice")])
 def test_a_lost_rank_ends_the_other(folder: Path, sft_alone: Path, lost: int, how: str) -> None:
     path = recipe_file(folder, f"lost {lost} {how}", "sft", 1)
-    ranks = start_ranks(["sft", str(path)], path.parent, slow="segtrain.updates:Updates._apply")
+    ranks = start_ranks(["sft", str(path)], path.parent, slow="segtrain.run.updates:Updates._apply")
     wait_for(said(path.parent / "run" / "metrics.jsonl", '"step": 3'), "three updates")
     lose(ranks[lost], how, path.parent / f"rank-{lost}.log")
     begun = time.monotonic()

@@ -14,9 +14,9 @@ import yaml
 from typer.main import get_command
 
 from segtrain.cli import app
-from segtrain.mlx_lm_keys import KEYS
 from segtrain.models.support import FAMILIES, table
-from segtrain.recipe import Recipe, Section, load_recipe
+from segtrain.recipe.mlx_lm_keys import KEYS
+from segtrain.recipe.schema import Recipe, Section, load_recipe
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (".", "docs", "examples", "benchmarks")

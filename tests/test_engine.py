@@ -10,16 +10,16 @@ import pytest
 import tiny
 from test_stack import failing, same, state
 
-from segtrain import losses
-from segtrain.engine import Evaluator, FullBackward, SegmentedBackward
-from segtrain.layouts import pair
+from segtrain.engine import objectives
+from segtrain.engine.backward import Evaluator, FullBackward, SegmentedBackward
+from segtrain.engine.layouts import pair
 from segtrain.models.stack import LayerStack
 
 LAYERS = 5
 
 
 def engine(
-    family: str = "llama", loss=losses.sft, *, layers: tuple[int, int] | None = None, **options
+    family: str = "llama", loss=objectives.sft, *, layers: tuple[int, int] | None = None, **options
 ) -> SegmentedBackward:
     model = tiny.build(family)
     lora = tiny.attach(model, layers=layers)
@@ -127,13 +127,13 @@ def test_evaluation_runs_each_layer_once():
 
 def test_two_streams_are_twice_the_work():
     layout = pair([1, 2, 3], [4, 5], [6])
-    assert work(engine(loss=losses.orpo()), layout) == [4] * LAYERS
+    assert work(engine(loss=objectives.orpo()), layout) == [4] * LAYERS
 
 
 def test_full_backward_runs_each_layer_once():
     model = tiny.build("llama")
     lora = tiny.attach(model)
-    assert work(FullBackward(LayerStack(model), lora, losses.sft)) == [1] * LAYERS
+    assert work(FullBackward(LayerStack(model), lora, objectives.sft)) == [1] * LAYERS
 
 
 def phases(**options) -> list[str]:
@@ -171,10 +171,10 @@ def test_gradients_come_by_parameter_name_and_shape():
 def test_evaluation_is_the_steps_loss_without_dropout():
     model = tiny.build("llama")
     lora = tiny.attach(model, dropout=0.5)
-    backward = SegmentedBackward(LayerStack(model), lora, losses.sft)
+    backward = SegmentedBackward(LayerStack(model), lora, objectives.sft)
     quiet = backward.evaluate(tiny.row()).total.item()
     assert quiet != pytest.approx(backward.step(tiny.row()).loss.total.item(), rel=1e-3)
-    assert FullBackward(backward.stack, lora, losses.sft).evaluate(tiny.row()).total.item() == pytest.approx(
+    assert FullBackward(backward.stack, lora, objectives.sft).evaluate(tiny.row()).total.item() == pytest.approx(
         quiet, rel=1e-6
     )
     with lora.dropout_keys.disabled():
@@ -208,7 +208,7 @@ def test_a_failing_step_leaves_nothing_behind(family: str, options: dict, after:
 
 def test_a_failing_full_step_leaves_nothing_behind():
     model = tiny.build("llama")
-    backward = FullBackward(LayerStack(model), tiny.attach(model), losses.sft)
+    backward = FullBackward(LayerStack(model), tiny.attach(model), objectives.sft)
     backward.lora.packed()  # its parameters are views of one array from the first step on
     before = state(model)
     with failing(model.layers[3].mlp), pytest.raises(RuntimeError, match="boom"):

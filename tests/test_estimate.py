@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
-from segtrain import attention, layouts
+from segtrain.attention import dispatch
+from segtrain.engine import layouts
 from segtrain.errors import UserError
 from segtrain.memory import backends, estimate, rows, shapes
 from segtrain.memory.backends import BACKENDS
@@ -166,13 +167,13 @@ def test_a_pair_holds_two_streams_boundaries_and_a_shared_prefix_one() -> None:
 @pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attention_kinds_are_those_that_run(name: backends.Name, dim: int, window: int | None, dtype: str) -> None:
-    """The estimate's own table against `attention.choose`, which imports mlx."""
+    """The estimate's own table against `dispatch.choose`, which imports mlx."""
     mine = shapes.Attention(8, 2, dim, dim, window)
-    call = attention.Call(8, 1024, 1024, dim, dim, getattr(mx, dtype), window=window)
+    call = dispatch.Call(8, 1024, 1024, dim, dim, getattr(mx, dtype), window=window)
     kind = BACKENDS[name].attention_kind(mine, 1024, shapes.BYTES[dtype])
-    assert kind == attention.choose(attention.BACKENDS[name], call)
-    assert BACKENDS[name].query_multiple == attention.align(attention.BACKENDS[name])
-    assert BACKENDS[name].tile_bytes == attention.BACKENDS[name].tile_bytes
+    assert kind == dispatch.choose(dispatch.BACKENDS[name], call)
+    assert BACKENDS[name].query_multiple == dispatch.align(dispatch.BACKENDS[name])
+    assert BACKENDS[name].tile_bytes == dispatch.BACKENDS[name].tile_bytes
 
 
 @pytest.mark.parametrize(
@@ -196,13 +197,13 @@ import json, sys
 sys.path.insert(0, "tests")
 import mlx.core as mx
 import tiny
-from segtrain import layouts, losses
-from segtrain.engine import SegmentedBackward
+from segtrain.engine import layouts, objectives
+from segtrain.engine.backward import SegmentedBackward
 from segtrain.models.stack import LayerStack
 config, size, tokens = json.loads(sys.argv[1])
 model = tiny.build_module("llama", config)
 lora = tiny.attach(model, rank=8)
-engine = SegmentedBackward(LayerStack(model), lora, losses.sft, segment_size=size, head_chunk=64)
+engine = SegmentedBackward(LayerStack(model), lora, objectives.sft, segment_size=size, head_chunk=64)
 engine.step(layouts.single([1] * 9, [True] * 9))
 mx.clear_cache(); mx.reset_peak_memory()
 engine.step(layouts.single([1] * (tokens + 1), [True] * (tokens + 1)))

@@ -193,7 +193,7 @@ def test_demo_model_is_trained() -> None:
 
 @pytest.mark.parametrize("name", ["orpo.yaml", "long-documents.yaml"])
 def test_recipes_load(name: str) -> None:
-    recipe = module("segtrain.recipe").load_recipe(EXAMPLES / name)
+    recipe = module("segtrain.recipe.schema").load_recipe(EXAMPLES / name)
     assert recipe.model == "examples/demo-model"
     assert recipe.output.dir.startswith("runs/")
 

@@ -21,17 +21,17 @@ from mlx_lm.models import rwkv7
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 
-from segtrain import losses
-from segtrain.adapters import mlx_config
-from segtrain.engine import FullBackward, SegmentedBackward, Step
-from segtrain.layouts import Layout, Stream, pair, shared_prefix
-from segtrain.lora import EXPERTS, Lora
+from segtrain.engine import objectives
+from segtrain.engine.backward import FullBackward, SegmentedBackward, Step
+from segtrain.engine.layouts import Layout, Stream, pair, shared_prefix
+from segtrain.engine.segments import split
+from segtrain.lora.adapters import mlx_config
+from segtrain.lora.layers import EXPERTS, Lora
 from segtrain.models import exceptions, support
 from segtrain.models.capture import arrays
 from segtrain.models.plain import PlainForward
 from segtrain.models.stack import LayerStack
-from segtrain.recipe import LoraRecipe
-from segtrain.segments import split
+from segtrain.recipe.schema import LoraRecipe
 
 LOSS, GRADIENT = 2e-6, 1e-5
 LENGTH, PROMPT = 18, 6
@@ -76,7 +76,7 @@ class Family:
     stack: LayerStack
     _sft: tuple[float, dict[str, mx.array]] | None = field(default=None)
 
-    def step(self, layout: Layout, loss: losses.Loss = losses.sft, size: int = 1) -> Step:
+    def step(self, layout: Layout, loss: objectives.Loss = objectives.sft, size: int = 1) -> Step:
         return SegmentedBackward(self.stack, self.lora, loss, segment_size=size).step(layout)
 
     @property
@@ -119,8 +119,8 @@ def preference(shape: Callable[..., Layout]) -> Layout:
 def preference_steps(name: str, size: int = 1) -> tuple[Step, Step]:
     """mlx-lm's model on two streams, segments on one."""
     of = family(name)
-    expected = FullBackward(PlainForward(of.stack), of.lora, losses.orpo()).step(preference(pair))
-    return expected, of.step(preference(shared_prefix), losses.orpo(), size)
+    expected = FullBackward(PlainForward(of.stack), of.lora, objectives.orpo()).step(preference(pair))
+    return expected, of.step(preference(shared_prefix), objectives.orpo(), size)
 
 
 @pytest.mark.parametrize("name", fast_and_slow(SHARING))
@@ -134,8 +134,8 @@ def test_a_shared_prompt_gives_the_gradients_of_two_streams(name: str):
 @pytest.mark.parametrize("name", [name for name in tiny_configs.CONFIGS if name not in SHARING])
 def test_pairs_of_two_streams(name: str):
     of = family(name)
-    expected = FullBackward(PlainForward(of.stack), of.lora, losses.orpo()).step(preference(pair))
-    step = of.step(preference(pair), losses.orpo())
+    expected = FullBackward(PlainForward(of.stack), of.lora, objectives.orpo()).step(preference(pair))
+    step = of.step(preference(pair), objectives.orpo())
     assert step.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=LOSS)
     assert worst(expected.grads, step.grads) <= GRADIENT
 
@@ -157,7 +157,7 @@ def test_rotary_embeddings_by_length_do_not_share_a_prompt(name: str):
 def test_compiled_segments_give_the_same_gradients(name: str):
     """Two rows of one length by the same compiled graphs; where that can't be, the table says so."""
     of = family(name)
-    engine = SegmentedBackward(of.stack, of.lora, losses.sft, compiled=True)
+    engine = SegmentedBackward(of.stack, of.lora, objectives.sft, compiled=True)
     if not support.traceable(name.split("/")[0]):
         with pytest.raises(ValueError, match="compile"):
             engine.step(tiny.row(LENGTH, PROMPT))
@@ -178,7 +178,7 @@ def test_chunks_of_tokens_kept_layers_and_leanest_boundaries(name: str):
         chunked = of.step(tiny.row(LENGTH, PROMPT))
     finally:
         of.stack.mlp_rows = None
-    kept = tiny.segmented(of.stack, of.lora, losses.sft, keep=1, leanest=True).step(tiny.row(LENGTH, PROMPT))
+    kept = tiny.segmented(of.stack, of.lora, objectives.sft, keep=1, leanest=True).step(tiny.row(LENGTH, PROMPT))
     assert worst(expected.grads, chunked.grads) <= GRADIENT
     assert worst(expected.grads, kept.grads) <= GRADIENT
 
@@ -237,7 +237,7 @@ CUTS = [(2,), (3,), (2, 3), (2, 4), (2, 3, 4, 5), (3, 5), (1, 2, 3), (3, 4)]
 def at_cuts(of: Family, cuts: tuple[int, ...]) -> Step:
     """One step with segments that end at `cuts`."""
     bounds = list(zip((0, *cuts), (*cuts, len(of.stack)), strict=True))
-    engine = SegmentedBackward(of.stack, of.lora, losses.sft)
+    engine = SegmentedBackward(of.stack, of.lora, objectives.sft)
     engine.frozen, engine.groups = [], [[s] for s in split(len(of.stack), bounds, of.stack.reads, of.stack.writes)]
     return engine.step(tiny.row(LENGTH, PROMPT))
 
@@ -361,7 +361,7 @@ def test_in_low_precision_no_further_from_the_truth_than_mlx_lm(name: str, bits:
         nn.quantize(model, group_size=32, bits=bits, class_predicate=groups_fit)
     cast(model, mx.bfloat16)
     lora = tiny.attach(model)
-    engine = SegmentedBackward(LayerStack(model), lora, losses.sft)
+    engine = SegmentedBackward(LayerStack(model), lora, objectives.sft)
     rows = range(45 if any(isinstance(m, EXPERTS) for m in model.modules()) else 15)
     reference = [tiny.mlx_lm_gradients(model, lora, tiny.tokens(LENGTH, row), PROMPT)[1] for row in rows]
     ours = [engine.step(tiny.row(LENGTH, PROMPT, row)).grads for row in rows]
@@ -379,6 +379,6 @@ def test_every_family_trains_quantised(name: str):
     nn.quantize(model, group_size=32, bits=4, class_predicate=groups_fit)
     lora = tiny.attach(model)
     loss, grads = tiny.mlx_lm_gradients(model, lora, tiny.tokens(LENGTH), PROMPT)
-    step = SegmentedBackward(LayerStack(model), lora, losses.sft).step(tiny.row(LENGTH, PROMPT))
+    step = SegmentedBackward(LayerStack(model), lora, objectives.sft).step(tiny.row(LENGTH, PROMPT))
     assert step.loss.total.item() == pytest.approx(loss, rel=LOSS)
     assert worst(grads, step.grads) <= GRADIENT

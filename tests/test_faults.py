@@ -15,11 +15,11 @@ import pytest
 import tiny_run
 from processes import ended, start, wait_for
 
-from segtrain import checkpoint
 from segtrain.errors import RunFailed
 from segtrain.events import Event, Notice
-from segtrain.recipe import Recipe, load_recipe
-from segtrain.trainer import Trainer
+from segtrain.recipe.schema import Recipe, load_recipe
+from segtrain.run.trainer import Trainer
+from segtrain.storage import checkpoint
 
 STEPS = 8
 
@@ -221,7 +221,7 @@ def test_a_target_that_becomes_read_only(folder: Path, whole: dict[str, object])
         pytest.skip("only root can mount")
     path, log = recipe_file(folder, folder / "read-only" / "run"), folder / "read-only.log"
     target = folder / "read-only" / "run" / "checkpoints"
-    process = start(["sft", str(path)], log, slow="segtrain.updates:Updates._apply")
+    process = start(["sft", str(path)], log, slow="segtrain.run.updates:Updates._apply")
     wait_for(lambda: checkpoint.directory(target.parent, 2).exists(), "two checkpoints")
     if subprocess.run(["mount", "--bind", str(target), str(target)], capture_output=True).returncode:
         process.kill()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from segtrain.fingerprint import SAMPLE, SAMPLES, model_fingerprint
+from segtrain.storage.fingerprint import SAMPLE, SAMPLES, model_fingerprint
 
 
 @pytest.fixture

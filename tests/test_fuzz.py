@@ -21,7 +21,7 @@ from segtrain.cli import run
 from segtrain.data import open_data
 from segtrain.errors import UserError
 from segtrain.models.load import load
-from segtrain.recipe import Recipe, load_recipe
+from segtrain.recipe.schema import Recipe, load_recipe
 
 SCALARS = st.one_of(
     st.none(),

@@ -11,10 +11,10 @@ import pytest
 import tiny
 import tiny_configs
 
-from segtrain import losses
-from segtrain.engine import FullBackward, SegmentedBackward, Step
-from segtrain.layouts import RESPONSE, Layout, pair
-from segtrain.lora import DropoutKeys, Lora
+from segtrain.engine import objectives
+from segtrain.engine.backward import FullBackward, SegmentedBackward, Step
+from segtrain.engine.layouts import RESPONSE, Layout, pair
+from segtrain.lora.layers import DropoutKeys, Lora
 from segtrain.models.stack import LayerStack
 
 FAMILIES = list(tiny.FAMILIES)
@@ -41,12 +41,12 @@ def setup(family: str, bits: int = 0, tied: bool | None = None, **lora) -> tuple
 @cache
 def full(family: str, **options) -> Step:
     stack, lora = setup(family, **options)
-    return FullBackward(stack, lora, losses.sft).step(row())
+    return FullBackward(stack, lora, objectives.sft).step(row())
 
 
 def segmented(family: str, options: dict | None = None, **engine) -> Step:
     stack, lora = setup(family, **(options or {}))
-    return tiny.segmented(stack, lora, losses.sft, **engine).step(row())
+    return tiny.segmented(stack, lora, objectives.sft, **engine).step(row())
 
 
 def check(expected: Step, actual: Step, tolerance: float = TOLERANCE) -> None:
@@ -117,7 +117,7 @@ def test_dropout_is_the_same_in_the_recomputation(family: str, size: int, engine
 
 def test_dropout_is_the_same_in_both_streams_of_a_pair():
     stack, lora = setup("llama", dropout=0.3)
-    layout, loss = pair(IDS[:5], IDS[5:11], IDS[11:15]), losses.orpo(0.5)
+    layout, loss = pair(IDS[:5], IDS[5:11], IDS[11:15]), objectives.orpo(0.5)
     expected = FullBackward(stack, lora, loss).step(layout)
     for engine in ({}, {"segment_size": 2}, {"keep": 3}):
         check(expected, SegmentedBackward(stack, lora, loss, **engine).step(layout))
@@ -156,7 +156,7 @@ SLOW = pytest.mark.slow  # on a CPU, mx.compile runs a C++ compiler
 def test_compiled_segments(family: str, size: int):
     """Twice: the second step reuses the traced graphs."""
     stack, lora = setup(family)
-    backward = SegmentedBackward(stack, lora, losses.sft, segment_size=size, compiled=True)
+    backward = SegmentedBackward(stack, lora, objectives.sft, segment_size=size, compiled=True)
     for _ in range(2):
         check(full(family), backward.step(row()))
 
@@ -169,8 +169,8 @@ def test_compiled_graphs_serve_other_rows_and_parameters(kind: type, dropout: fl
     lora = tiny.attach(model, dropout=dropout)
     stack = LayerStack(model)
     for loss, layouts in (
-        (losses.sft, [tiny.row(18, 6, 0), tiny.row(18, 6, 1), tiny.row(18, 9, 2), tiny.row(15, 3, 3)]),
-        (losses.orpo(0.5), [pair(IDS[:5], IDS[5:11], IDS[11:17]), pair(IDS[7:12], IDS[:6], IDS[1:7])]),
+        (objectives.sft, [tiny.row(18, 6, 0), tiny.row(18, 6, 1), tiny.row(18, 9, 2), tiny.row(15, 3, 3)]),
+        (objectives.orpo(0.5), [pair(IDS[:5], IDS[5:11], IDS[11:17]), pair(IDS[7:12], IDS[:6], IDS[1:7])]),
     ):
         compiled = kind(stack, lora, loss, compiled=True)
         for number, layout in enumerate(layouts):
@@ -191,7 +191,7 @@ def test_compiled_with_other_options(options: dict):
     try:
         for name, value in options.items():
             setattr(stack, name, value)
-        backward = SegmentedBackward(stack, lora, losses.sft, compiled=True)
+        backward = SegmentedBackward(stack, lora, objectives.sft, compiled=True)
         steps = [backward.step(row()) for _ in range(2)]
     finally:
         stack.mlp_rows, stack.dequantize = None, False
@@ -206,8 +206,8 @@ def test_a_kept_lowest_layer_compiled(name: str):
     last = len(model.layers)
     lora = tiny.attach(model, layers=(last - 1, last))
     stack, layout = LayerStack(model), tiny.row(24)
-    step = SegmentedBackward(stack, lora, losses.sft, keep=1, compiled=True).step(layout)
-    check(FullBackward(stack, lora, losses.sft).step(layout), step)
+    step = SegmentedBackward(stack, lora, objectives.sft, keep=1, compiled=True).step(layout)
+    check(FullBackward(stack, lora, objectives.sft).step(layout), step)
 
 
 @pytest.mark.parametrize("prompt", [1, 6])
@@ -217,7 +217,7 @@ def test_full_backward_with_every_row_scored_and_with_some(prompt: int, compiled
     layout = tiny.row(len(IDS), prompt)
     assert layout.scores_all(RESPONSE) == (prompt == 1)
     loss, grads = tiny.mlx_lm_gradients(stack.model, lora, IDS, prompt)
-    backward = FullBackward(stack, lora, losses.sft, compiled=compiled)
+    backward = FullBackward(stack, lora, objectives.sft, compiled=compiled)
     for other in (layout, tiny.row(len(IDS), 7 - prompt), layout):  # the other kind in between
         step = backward.step(other)
     assert step.loss.total.item() == pytest.approx(loss, rel=2e-6)
@@ -237,8 +237,8 @@ def test_bf16_is_as_near_to_the_float32_truth_as_full_backward(family: str, bits
     stack = LayerStack(model)
     rows = [tiny.row(len(IDS), PROMPT, seed) for seed in range(15)]
     ids = [tiny.tokens(len(IDS), seed) for seed in range(15)]
-    segments = SegmentedBackward(stack, lora, losses.sft, segment_size=2, head_chunk=4)
-    whole = FullBackward(stack, lora, losses.sft)
+    segments = SegmentedBackward(stack, lora, objectives.sft, segment_size=2, head_chunk=4)
+    whole = FullBackward(stack, lora, objectives.sft)
     ours, reference = ([backward.step(layout).grads for layout in rows] for backward in (segments, whole))
     theirs = [tiny.mlx_lm_gradients(model, lora, tokens, PROMPT)[1] for tokens in ids]
     tiny.as_float32(model)
@@ -274,9 +274,9 @@ def test_control_dropout_keyed_by_a_call_counter_is_seen(monkeypatch):
 
     stack, lora = setup("llama", dropout=0.3)
     monkeypatch.setattr(DropoutKeys, "key", counting)
-    expected = FullBackward(stack, lora, losses.sft).step(row())
+    expected = FullBackward(stack, lora, objectives.sft).step(row())
     calls.clear()
-    step = SegmentedBackward(stack, lora, losses.sft).step(row())
+    step = SegmentedBackward(stack, lora, objectives.sft).step(row())
     assert step.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=1e-5)  # the forward pass agrees
     assert tiny.relative(expected.grads, step.grads) > 0.1
 

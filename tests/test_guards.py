@@ -11,9 +11,9 @@ import tiny_run
 
 from segtrain.cli import run as command_line
 from segtrain.events import Notice, TrainStep
-from segtrain.runstate import SETTLED
-from segtrain.trainer import Trainer
-from segtrain.updates import Updates
+from segtrain.run.state import SETTLED
+from segtrain.run.trainer import Trainer
+from segtrain.run.updates import Updates
 
 
 def scaled_loss(monkeypatch: pytest.MonkeyPatch, factor: float, *lines: int) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segtrain.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE, Layout, padded, pair, shared_prefix, single
+from segtrain.engine.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE, Layout, padded, pair, shared_prefix, single
 
 IDS = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 

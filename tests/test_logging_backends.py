@@ -8,7 +8,7 @@ import pytest
 
 from segtrain.errors import UserError
 from segtrain.events import Evaluated, Memory, Notice, RunEnded, TrainStep
-from segtrain.logging_backends import make_loggers
+from segtrain.run.logging_backends import make_loggers
 
 EVENTS = [
     Notice("not a figure"),

@@ -7,8 +7,8 @@ import mlx.nn as nn
 import pytest
 import tiny
 
-from segtrain.layouts import Span
-from segtrain.logprobs import cotangent, log_softmax_at, score
+from segtrain.engine.head import cotangent, log_softmax_at, score
+from segtrain.engine.layouts import Span
 from segtrain.models.stack import LayerStack
 
 T, M = 11, 7

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from segtrain.lora import Dropout, DropoutKeys, LoRALinear, LoRASwitchLinear, attach, swapped
+from segtrain.lora.layers import Dropout, DropoutKeys, LoRALinear, LoRASwitchLinear, attach, swapped
 
 KEYS = DropoutKeys(seed=3)
 

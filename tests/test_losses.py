@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segtrain.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE, pair
-from segtrain.losses import log1mexp, log_odds, orpo, sft, value_and_grad
+from segtrain.engine.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE, pair
+from segtrain.engine.objectives import log1mexp, log_odds, orpo, sft, value_and_grad
 
 COUNTS = {PROMPT: 4, CHOSEN: 5, REJECTED: 3}
 

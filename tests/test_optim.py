@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from segtrain.errors import RunFailed, UserError
-from segtrain.optim import Optimizer, clip_factor, global_norm
-from segtrain.recipe import TrainRecipe
+from segtrain.recipe.schema import TrainRecipe
+from segtrain.run.optimizer import Optimizer, clip_factor, global_norm
 
 KINDS = ("adamw", "adam", "sgd", "adafactor", "muon")
 SHAPES = {"layers.0.q.lora_a": (6, 2), "layers.0.q.lora_b": (2, 5), "layers.1.switch.lora_a": (3, 2, 4)}

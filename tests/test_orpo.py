@@ -17,10 +17,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_losses import trl_orpo
 
-from segtrain import losses
-from segtrain.engine import FullBackward, SegmentedBackward, Step
-from segtrain.layouts import Layout, Stream, padded, pair, shared_prefix
-from segtrain.lora import Lora
+from segtrain.engine import objectives
+from segtrain.engine.backward import FullBackward, SegmentedBackward, Step
+from segtrain.engine.layouts import Layout, Stream, padded, pair, shared_prefix
+from segtrain.lora.layers import Lora
 from segtrain.models import stream_ops
 from segtrain.models.stack import LayerStack
 
@@ -72,12 +72,12 @@ def parts(P: int, Rc: int, Rr: int) -> tuple[list[int], list[int], list[int]]:
 
 def segmented(name: str, layout: Layout, **engine) -> Step:
     stack, lora = setup(name)
-    return tiny.segmented(stack, lora, losses.orpo(BETA), **engine).step(layout)
+    return tiny.segmented(stack, lora, objectives.orpo(BETA), **engine).step(layout)
 
 
 def full(name: str, layout: Layout) -> Step:
     stack, lora = setup(name)
-    return FullBackward(stack, lora, losses.orpo(BETA)).step(layout)
+    return FullBackward(stack, lora, objectives.orpo(BETA)).step(layout)
 
 
 def contributions(name: str, layout: Layout) -> dict[str, float]:
@@ -86,7 +86,7 @@ def contributions(name: str, layout: Layout) -> dict[str, float]:
     slopes: dict[str, float] = {}
 
     def spy(sums, counts):
-        value, grads = losses.value_and_grad(losses.orpo(BETA), sums, counts)
+        value, grads = objectives.value_and_grad(objectives.orpo(BETA), sums, counts)
         slopes.update({span: grad.item() for span, grad in grads.items()})
         return value
 
@@ -94,7 +94,9 @@ def contributions(name: str, layout: Layout) -> dict[str, float]:
     assert all(slopes.values())
     sizes = dict.fromkeys(lora.values(), 0.0)
     for span, slope in slopes.items():
-        one = FullBackward(stack, lora, lambda sums, _, span=span: losses.LossValue(sums[span], 1.0, {})).step(layout)
+        one = FullBackward(stack, lora, lambda sums, _, span=span: objectives.LossValue(sums[span], 1.0, {})).step(
+            layout
+        )
         for parameter, grad in one.grads.items():
             sizes[parameter] += abs(slope) * tiny.norm(grad)
     return sizes
@@ -179,7 +181,7 @@ def test_loss_is_trls_on_mlx_lms_logits(scope: str, lengths: tuple[int, int, int
         expected += per_token.mean() - per_token[len(prompt) - 1 :].mean()
     for build in (pair, shared_prefix):
         layout = build(prompt, chosen, rejected, score_prompt=scope == "full")
-        step = SegmentedBackward(stack, lora, losses.orpo(BETA, scope)).step(layout)
+        step = SegmentedBackward(stack, lora, objectives.orpo(BETA, scope)).step(layout)
         assert step.loss.total.item() == pytest.approx(expected, rel=5e-6)
 
 

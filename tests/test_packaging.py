@@ -10,7 +10,7 @@ import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
-from segtrain.recipe import OutputRecipe
+from segtrain.recipe.schema import OutputRecipe
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

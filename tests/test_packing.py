@@ -7,11 +7,11 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segtrain import losses
-from segtrain.engine import FullBackward
-from segtrain.lora import LoRALinear
+from segtrain.engine import objectives
+from segtrain.engine.backward import FullBackward
+from segtrain.lora.flat import ALIGN, Packed, Packing
+from segtrain.lora.layers import LoRALinear
 from segtrain.models.stack import LayerStack
-from segtrain.packing import ALIGN, Packed, Packing
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -93,7 +93,7 @@ def test_full_backward_where_some_modules_work_in_another_dtype(kind: type, wide
     linears = [slot.module for slot in lora.slots() if slot.key == "lora_a"]
     for module in linears[2 : 2 + widened]:
         module.__class__ = kind
-    row, backward = tiny.row(), FullBackward(LayerStack(model), lora, losses.sft)
+    row, backward = tiny.row(), FullBackward(LayerStack(model), lora, objectives.sft)
     slots = lora.slots()
 
     def total(values: list[mx.array]) -> mx.array:

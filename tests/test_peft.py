@@ -14,9 +14,9 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import load_adapters, load_model
 
-from segtrain import adapters, peft
 from segtrain.errors import UserError
-from segtrain.recipe import LoraRecipe
+from segtrain.lora import adapters, peft
+from segtrain.recipe.schema import LoraRecipe
 
 torch = pytest.importorskip("torch")
 real_peft = pytest.importorskip("peft")

@@ -8,21 +8,21 @@ import mlx.core as mx
 import pytest
 import tiny
 
-from segtrain import lora as lora_module
-from segtrain import losses
-from segtrain.engine import FullBackward, SegmentedBackward
+from segtrain.engine import objectives
+from segtrain.engine.backward import FullBackward, SegmentedBackward
+from segtrain.engine.layouts import Layout
 from segtrain.errors import RunFailed
 from segtrain.events import Memory, Notice, PlanChosen
-from segtrain.layouts import Layout
+from segtrain.lora import layers as lora_module
 from segtrain.memory import planning
 from segtrain.memory.backends import BACKENDS
 from segtrain.memory.meter import Meter
 from segtrain.memory.plan import Plan
-from segtrain.memory.planning import CREEP_STEPS, Creep, Planner, Watch
 from segtrain.models.load import Loaded
 from segtrain.models.stack import LayerStack
-from segtrain.recipe import Recipe
-from segtrain.session import Session
+from segtrain.recipe.schema import Recipe
+from segtrain.run.planning import CREEP_STEPS, Creep, Planner, Watch
+from segtrain.run.session import Session
 
 CONFIG = {
     **tiny.FAMILIES["llama"][1],
@@ -50,7 +50,7 @@ def session(**engine: Any) -> Session:
     )
     lora = lora_module.attach(model, rank=4, scale=2.0)
     loaded = Loaded(model, None, CONFIG, None)  # type: ignore[arg-type]
-    return Session(recipe, loaded, lora, LayerStack(model), losses.sft, False)
+    return Session(recipe, loaded, lora, LayerStack(model), objectives.sft, False)
 
 
 def planner(**engine: Any) -> Planner:
@@ -75,7 +75,7 @@ def test_a_pairs_plan_counts_its_own_prompt() -> None:
     peaks = []
     for share in (0.9, 0.1):
         mine = planner(backward="full")
-        mine.session.loss, mine.session.shares_prefix = losses.orpo(), True
+        mine.session.loss, mine.session.shares_prefix = objectives.orpo(), True
         peaks.append(chosen(mine, {"longest": 1900, "prompt_share": share})["peak_gib"])
     assert peaks[0] < peaks[1]
 

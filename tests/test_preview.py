@@ -13,7 +13,7 @@ from segtrain import cli
 from segtrain.errors import UserError
 from segtrain.memory import source
 from segtrain.memory.device import metal_recommended
-from segtrain.memory.preview import preview
+from segtrain.run.preview import preview
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -158,8 +158,8 @@ def test_what_metal_recommends(gigabytes: int, share: float) -> None:
 def test_no_mlx_is_loaded_and_it_takes_less_than_a_second(model: Path) -> None:
     code = f"""
 import sys, time
-from segtrain.memory.preview import preview
-import segtrain.models.support, segtrain.recipe, psutil
+from segtrain.run.preview import preview
+import segtrain.models.support, segtrain.recipe.schema, psutil
 begun = time.process_time()
 found = preview(None, model={str(model)!r}, seq=4096, budget="2GB")
 print(time.process_time() - begun, *{{name.split(".")[0] for name in sys.modules}})
@@ -174,7 +174,7 @@ print(time.process_time() - begun, *{{name.split(".")[0] for name in sys.modules
 def test_a_recipe_s_own_lengths(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths come from the data's accounting; they are capped at max_seq_length."""
     from segtrain.data import dataset, tokenizer
-    from segtrain.recipe import Recipe
+    from segtrain.recipe.schema import Recipe
 
     counts = {"median": 100, "p95": 900, "longest": 5000, "tokens": 10}
 
@@ -191,7 +191,7 @@ def test_a_recipe_s_own_lengths(model: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_unreadable_data_are_a_note_not_the_end(model: Path) -> None:
-    from segtrain.recipe import Recipe
+    from segtrain.recipe.schema import Recipe
 
     recipe = Recipe.from_mapping({"model": str(model), "data": {"train": "missing.jsonl", "max_seq_length": 512}})
     found = preview(recipe, budget="2GB")

@@ -20,10 +20,17 @@ from segtrain.events import (
     Saved,
     TrainStep,
 )
-from segtrain.progress import make_progress, print_bench, print_check, print_models, print_preview, print_verify
 from segtrain.terminal.check import doubling_bins
 from segtrain.terminal.console import is_live
 from segtrain.terminal.format import clean, clipped, compact, count, duration, gib, wrapped
+from segtrain.terminal.progress import (
+    make_progress,
+    print_bench,
+    print_check,
+    print_models,
+    print_preview,
+    print_verify,
+)
 from segtrain.terminal.table import bar, stacked, table_lines
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")

@@ -12,9 +12,9 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from segtrain import mlx_lm_keys, recipe_yaml
 from segtrain.errors import UserError
-from segtrain.recipe import LoraRecipe, Recipe, TrainRecipe, differences, load_recipe, parse_bytes
+from segtrain.recipe import mlx_lm_keys, yaml_file
+from segtrain.recipe.schema import LoraRecipe, Recipe, TrainRecipe, differences, load_recipe, parse_bytes
 
 MINIMAL = "model: m\ndata: {train: a.jsonl}\n"
 # The keys and values that mlx-lm's documentation shows in its example LoRA configuration.
@@ -89,7 +89,7 @@ def test_yaml_itself_is_left_alone(tmp_path: Path) -> None:
     """Control for the resolvers: PyYAML's own loader still reads YAML 1.1, where `no` is a boolean."""
     load(tmp_path, MINIMAL)
     assert yaml.safe_load("[no, 2024-01-01]")[0] is False
-    assert recipe_yaml.parse("[no, 2024-01-01, 1:30, 0x10, 0o17, 1_000]", "t") == [
+    assert yaml_file.parse("[no, 2024-01-01, 1:30, 0x10, 0o17, 1_000]", "t") == [
         "no",
         "2024-01-01",
         "1:30",
@@ -538,7 +538,7 @@ VALUES = st.recursive(
 @example({"lora_parameters": {"rank": {}}, "optimizer_config": {"adam": 3}, "data": []}, [])
 @example({"output": 3, "train": True, "iters": 1, "data": "x", "model": "m"}, ["output.dir=3"])
 def test_any_mapping_gives_a_recipe_or_one_message(values: dict[str, Any], overrides: list[str]) -> None:
-    _either(recipe_yaml.dump(values), overrides)
+    _either(yaml_file.dump(values), overrides)
 
 
 @given(st.text(max_size=60) | st.text(":{}[]&*!|>-'\"# \n\tab1.", max_size=60))
@@ -551,7 +551,7 @@ def test_any_text_gives_a_recipe_or_one_message(text: str) -> None:
 
 @given(st.dictionaries(st.text(max_size=6), VALUES, max_size=5))
 def test_dumped_yaml_reads_back(values: dict[str, Any]) -> None:
-    read = recipe_yaml.parse(recipe_yaml.dump(values), "t")
+    read = yaml_file.parse(yaml_file.dump(values), "t")
     assert repr(read) == repr(values)  # NaN equals itself in repr
 
 

@@ -13,8 +13,8 @@ import tiny_run
 
 from segtrain.errors import RunFailed, UserError
 from segtrain.events import Evaluated, Event, Notice, RunEnded, Saved, TrainStep
-from segtrain.recipe import Recipe
-from segtrain.trainer import Trainer
+from segtrain.recipe.schema import Recipe
+from segtrain.run.trainer import Trainer
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {}),

@@ -14,10 +14,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from segtrain import checkpoint, rundir
 from segtrain.errors import RunFailed, UserError
-from segtrain.recipe import Recipe, load_recipe
-from segtrain.rundir import RunDirectory, best
+from segtrain.recipe.schema import Recipe, load_recipe
+from segtrain.storage import checkpoint, run_directory
+from segtrain.storage.run_directory import RunDirectory, best
 
 
 def recipe() -> Recipe:
@@ -75,7 +75,7 @@ def test_an_existing_run_is_refused_with_both_fixes(tmp_path: Path) -> None:
     assert tree(path) == before
 
 
-@pytest.mark.parametrize("name", rundir.OWN)
+@pytest.mark.parametrize("name", run_directory.OWN)
 def test_any_file_of_a_run_counts(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("")
     with pytest.raises(UserError, match="already holds a run"), RunDirectory(tmp_path):
@@ -193,7 +193,7 @@ def test_a_read_only_place_is_the_users_error_and_nothing_is_written(read_only: 
 
 HOLDER = """
 import os, sys, time
-from segtrain.rundir import RunDirectory
+from segtrain.storage.run_directory import RunDirectory
 with RunDirectory(sys.argv[1], resume=True) as run:
     if sys.argv[2:] == ["fork"] and os.fork() == 0:
         time.sleep(60)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import tiny_run
 
-from segtrain.checkpoint import Unreadable
-from segtrain.checkpoint import load as load_checkpoint
 from segtrain.errors import UserError
 from segtrain.models.load import load
 from segtrain.report import write_report
-from segtrain.trainer import Trainer
+from segtrain.run.trainer import Trainer
+from segtrain.storage.checkpoint import Unreadable
+from segtrain.storage.checkpoint import load as load_checkpoint
 
 
 class Harmful:

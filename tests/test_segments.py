@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segtrain.segments import HIDDEN, Segment, cuts, grouped, layer_cuts, leanest_boundaries, most_held, split
+from segtrain.engine.segments import HIDDEN, Segment, cuts, grouped, layer_cuts, leanest_boundaries, most_held, split
 
 
 def test_cuts_leave_the_last_run_shorter():

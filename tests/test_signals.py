@@ -17,14 +17,14 @@ import pytest
 import tiny_run
 from processes import ended, said, send, start, wait_for
 
-from segtrain import checkpoint
-from segtrain.recipe import load_recipe
+from segtrain.recipe.schema import load_recipe
+from segtrain.run.trainer import Trainer
 from segtrain.signals import StopRequest
-from segtrain.trainer import Trainer
+from segtrain.storage import checkpoint
 
-STEP = "segtrain.updates:Updates._apply"
-EVALUATION = "segtrain.engine:SegmentedBackward.evaluate"
-SAVING = "segtrain.durable:write_new"
+STEP = "segtrain.run.updates:Updates._apply"
+EVALUATION = "segtrain.engine.backward:SegmentedBackward.evaluate"
+SAVING = "segtrain.storage.durable:write_new"
 TOKENISING = "segtrain.data.dataset:Pipeline.encode"
 
 
@@ -132,7 +132,7 @@ def test_the_second_of_a_sluggish_set_up_ends_it(folder: Path, whole: object, nu
     """Reading the model takes half a minute inside mlx, so the first can't interrupt it."""
     name = f"set-up {number.name}"
     path, log = recipe_file(folder, name), folder / f"{name}.log"
-    process = start(["sft", str(path)], log, slow="segtrain.session:attach", seconds=30.0, computing=True)
+    process = start(["sft", str(path)], log, slow="segtrain.run.session:attach", seconds=30.0, computing=True)
     wait_for(said(log, "<computing>"), "the set-up")
     time.sleep(0.5)
     begun = time.monotonic()

@@ -10,9 +10,9 @@ import tiny
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from segtrain.layouts import Stream, shared_prefix
+from segtrain.engine.layouts import Stream, shared_prefix
+from segtrain.engine.segments import HIDDEN, cuts, split
 from segtrain.models.stack import LayerStack, UnsupportedModel
-from segtrain.segments import HIDDEN, cuts, split
 
 FAMILIES = list(tiny.FAMILIES)
 

@@ -6,8 +6,8 @@ import pytest
 import tiny
 import tiny_configs
 
-from segtrain import losses
-from segtrain.engine import FullBackward, SegmentedBackward
+from segtrain.engine import objectives
+from segtrain.engine.backward import FullBackward, SegmentedBackward
 from segtrain.models.stack import LayerStack
 from segtrain.models.tokenwise import FORWARD, NAMES, chunked, tokenwise_modules
 
@@ -70,6 +70,6 @@ def test_experts_draw_the_same_masks_in_both_passes(name: str):
     model = tiny_configs.build(name)
     lora = tiny.attach(model, dropout=0.3)
     stack, row = LayerStack(model), tiny.row(ROWS)
-    expected = FullBackward(stack, lora, losses.sft).step(row).grads
+    expected = FullBackward(stack, lora, objectives.sft).step(row).grads
     stack.mlp_rows = 4
-    assert tiny.relative(expected, SegmentedBackward(stack, lora, losses.sft).step(row).grads) < 1e-5
+    assert tiny.relative(expected, SegmentedBackward(stack, lora, objectives.sft).step(row).grads) < 1e-5

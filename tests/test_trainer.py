@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import tiny_run
 
-from segtrain import checkpoint
-from segtrain.engine import Step
+from segtrain.engine.backward import Step
 from segtrain.errors import RunFailed, UserError
 from segtrain.events import DataRead, Evaluated, Event, Memory, Notice, PlanChosen, RunEnded, RunStarted, TrainStep
-from segtrain.guards import ALLOWANCE, SLACK, WARM_UP, Growth
 from segtrain.models.load import load
-from segtrain.rundir import best
-from segtrain.runstate import SETTLED, RunningLoss, RunState
-from segtrain.trainer import Trainer, total_steps
-from segtrain.updates import Updates, is_out_of_memory, metric_names
+from segtrain.run.guards import ALLOWANCE, SLACK, WARM_UP, Growth
+from segtrain.run.state import SETTLED, RunningLoss, RunState
+from segtrain.run.trainer import Trainer, total_steps
+from segtrain.run.updates import Updates, is_out_of_memory, metric_names
+from segtrain.storage import checkpoint
+from segtrain.storage.run_directory import best
 
 TRAIN = {
     "event", "step", "loss", "learning_rate", "grad_norm", "tokens", "supervised_tokens", "tokens_per_second",
@@ -134,7 +134,7 @@ def test_evaluated_rows_are_no_part_of_a_steps_prediction(folder: Path, monkeypa
     long = tiny_run.text(random.Random(0), 50, 50)
     (folder / "long-valid.jsonl").write_text(json.dumps({"prompt": "w1", "completion": long}) + "\n")
     changes = {"output__eval_every": 5, "train__steps": 1, "data__valid": str(folder / "long-valid.jsonl")}
-    monkeypatch.setattr("segtrain.memory.planning.QUIET_BYTES", 0)
+    monkeypatch.setattr("segtrain.run.planning.QUIET_BYTES", 0)
     events, _ = run(folder, "watched", **changes)
     (notice,) = [event.text for event in of(events, Notice) if event.text.startswith("memory at")]
     assert f"memory at {of(events, TrainStep)[0].tokens} tokens" in notice
@@ -253,7 +253,7 @@ def test_out_of_memory_names_the_row(folder: Path, monkeypatch: pytest.MonkeyPat
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("[malloc] Unable to allocate 123 bytes.")
 
-    monkeypatch.setattr("segtrain.engine.SegmentedBackward.step", fail)
+    monkeypatch.setattr("segtrain.engine.backward.SegmentedBackward.step", fail)
     with pytest.raises(RunFailed, match=r"out of memory on .*sft-train\.jsonl:\d+ \(\d+ tokens\)"):
         run(folder, "oom")
     assert not is_out_of_memory(RuntimeError("shapes don't match"))
@@ -301,7 +301,7 @@ def test_state_round_trip() -> None:
 
 
 def test_metric_names() -> None:
-    from segtrain import losses
+    from segtrain.engine import objectives
 
-    assert metric_names(losses.sft) == []
-    assert set(metric_names(losses.orpo())) == ORPO - {"shared_tokens"}
+    assert metric_names(objectives.sft) == []
+    assert set(metric_names(objectives.orpo())) == ORPO - {"shared_tokens"}

@@ -10,16 +10,16 @@ import pytest
 import tiny_configs
 from mlx.utils import tree_flatten
 
-from segtrain import verify
 from segtrain.data.rows import Origin, PreferenceRow, SupervisedRow
 from segtrain.errors import UserError
 from segtrain.models import support
 from segtrain.models.load import load
 from segtrain.models.stack import LayerStack
 from segtrain.models.stream_ops import StreamCache
-from segtrain.recipe import Recipe
-from segtrain.session import LossName, Session, open_session
-from segtrain.verify import check_unproven, compare, verify_gradients
+from segtrain.recipe.schema import Recipe
+from segtrain.run import verify
+from segtrain.run.session import LossName, Session, open_session
+from segtrain.run.verify import check_unproven, compare, verify_gradients
 
 HERE = Origin("row", 1)
 TOKENIZER = data_toys.byte_level()
@@ -108,7 +108,7 @@ def test_a_shared_prompt_is_compared_with_two_streams(models: Callable[[str], Pa
     opened = session(models("llama"), "orpo")
     assert len(opened.layout(PAIR).streams) == 1
     assert compare(opened, PAIR).passed
-    monkeypatch.setattr("segtrain.layouts.Stream.runs", property(lambda self: ((0, len(self)),)))
+    monkeypatch.setattr("segtrain.engine.layouts.Stream.runs", property(lambda self: ((0, len(self)),)))
     assert not compare(opened, PAIR).passed, "positions of the second response not reset"
 
 

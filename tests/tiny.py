@@ -10,13 +10,13 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.trainer import default_loss
 
-from segtrain import lora as lora_module
-from segtrain.engine import SegmentedBackward
-from segtrain.layouts import Layout, single
-from segtrain.lora import Lora, swapped
-from segtrain.losses import Loss
+from segtrain.engine.backward import SegmentedBackward
+from segtrain.engine.layouts import Layout, single
+from segtrain.engine.objectives import Loss
+from segtrain.engine.segments import layer_cuts, leanest_boundaries
+from segtrain.lora import layers as lora_module
+from segtrain.lora.layers import Lora, swapped
 from segtrain.models.stack import LayerStack
-from segtrain.segments import layer_cuts, leanest_boundaries
 
 VOCAB = 97
 

@@ -15,7 +15,7 @@ from mlx_lm.models import llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from segtrain.recipe import Recipe
+from segtrain.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[1]
 WORDS = [f"w{number}" for number in range(60)]

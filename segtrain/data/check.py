@@ -19,7 +19,7 @@ from segtrain.data.rows import Origin, PreferenceRow, Row
 from segtrain.data.sources import Located, locate
 from segtrain.data.tokenizer import Tokenizer, load_tokenizer
 from segtrain.errors import UserError
-from segtrain.recipe import Recipe
+from segtrain.recipe.schema import Recipe
 
 Progress: TypeAlias = Callable[[int, int | None], None]  # rows done, rows in all (None: not known)
 

@@ -26,7 +26,7 @@ from segtrain.data.rows import Origin, Row
 from segtrain.data.sources import Located, locate
 from segtrain.data.tokenizer import Codec, Tokenizer
 from segtrain.errors import UserError
-from segtrain.recipe import DataRecipe, Recipe
+from segtrain.recipe.schema import DataRecipe, Recipe
 
 Loss: TypeAlias = Literal["sft", "orpo"]
 

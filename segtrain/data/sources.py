@@ -12,7 +12,7 @@ from segtrain.data import arrow
 from segtrain.data.feeds import Chained, InOrder, Table
 from segtrain.data.jsonl import JsonLines, LinesInOrder
 from segtrain.errors import UserError
-from segtrain.recipe import DataRecipe, Source
+from segtrain.recipe.schema import DataRecipe, Source
 
 Part: TypeAlias = Literal["train", "valid", "test"]
 

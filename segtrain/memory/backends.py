@@ -1,8 +1,8 @@
 """What the estimate must know of a backend, as data. Pure.
 
-The attention part mirrors `segtrain.attention` (a test compares). The allocator's and scheduler's constants were fitted
-to measured peaks: `benchmarks/plan_accuracy.py` on CPU, an H200 for CUDA. Metal's are CUDA's until someone has
-measured them there.
+The attention part mirrors `segtrain.attention.dispatch` (a test compares). The allocator's and scheduler's constants
+were fitted to measured peaks: `benchmarks/plan_accuracy.py` on CPU, an H200 for CUDA. Metal's are CUDA's until
+someone has measured them there.
 """
 
 import os
@@ -53,7 +53,7 @@ class Backend:
     tile_bytes: int = 4 << 20
 
     def attention_kind(self, attention: Attention, length: int, dtype_bytes: int) -> Kind:
-        """How `segtrain.attention.choose` computes a call of `length` rows over as many keys."""
+        """How `segtrain.attention.dispatch.choose` computes a call of `length` rows over as many keys."""
         fused = (
             not attention.softcap
             and {attention.dim, attention.value_dim} <= self.head_dims

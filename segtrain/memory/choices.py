@@ -12,7 +12,7 @@ from segtrain.memory.shapes import Model
 from segtrain.memory.timing import Timer
 
 if TYPE_CHECKING:
-    from segtrain.recipe import EngineRecipe, Recipe
+    from segtrain.recipe.schema import EngineRecipe, Recipe
 
 PROMPT_SHARE = 0.5  # of a preference row whose data were not read
 

@@ -10,11 +10,11 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+from segtrain.engine.segments import layer_cuts, leanest_boundaries
 from segtrain.memory.estimate import Estimator
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
 from segtrain.memory.timing import Timer
-from segtrain.segments import layer_cuts, leanest_boundaries
 
 HEAD_CHUNK_BYTES = 512 << 20
 MIN_CHUNK, MAX_CHUNK = 64, 2048

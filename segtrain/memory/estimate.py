@@ -23,11 +23,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 
+from segtrain.engine.segments import grouped, layer_cuts
 from segtrain.memory.backends import Backend
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
 from segtrain.memory.shapes import Layer, Linear, Model
-from segtrain.segments import grouped, layer_cuts
 
 # Arrays of MLP width that backward needs from forward, and temporaries of that width in its backward. "geglu" is Gemma
 # 4's, a compiled function of gate and up; Gemma 3 has "gelu", a product of two.

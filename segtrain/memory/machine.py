@@ -45,7 +45,7 @@ def measured(backend: Backend) -> Mapping[str, Any]:
 
 
 def steered(backend: Backend) -> Backend:
-    """`backend` with attention as measured here: the same rule as `segtrain.attention.steered` (a test compares)."""
+    """`backend` with attention as measured here: by the rule of `attention.dispatch.steered` (a test compares)."""
     choices = measured(backend)
     match choices.get("attention"):
         case "blocks":

@@ -13,11 +13,11 @@ factors were fitted to an H200's times at the 8B shape (`benchmarks/plan_accurac
 
 from dataclasses import dataclass
 
+from segtrain.engine.segments import layer_cuts
 from segtrain.memory.backends import Backend
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
 from segtrain.memory.shapes import Layer, Model
-from segtrain.segments import layer_cuts
 
 OVERHEAD = 128
 ATTENTION_BACKWARD = 2.5

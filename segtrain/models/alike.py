@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
-from segtrain.lora import TRAINABLE
+from segtrain.lora.layers import TRAINABLE
 
 Place: TypeAlias = tuple[nn.Module, str]
 LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index")

@@ -16,8 +16,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from segtrain.engine.segments import cuts
 from segtrain.models.capture import intercept
-from segtrain.segments import cuts
 
 SLICE_BYTES = 128 << 20  # of a dense copy
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
-from segtrain.layouts import Stream
+from segtrain.engine.layouts import Stream
 
 Attend: TypeAlias = Callable[..., mx.array]
 """`attend` with the stream's visibility filled in: (q, k, v, *, scale, window=None, softcap=None) -> output."""

@@ -3,7 +3,7 @@
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from segtrain.layouts import Stream
+from segtrain.engine.layouts import Stream
 from segtrain.models.stack import LayerStack
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from segtrain.lora import LoRALinear
+from segtrain.lora.layers import LoRALinear
 from segtrain.models.alike import as_function
 from segtrain.models.capture import intercept
 

@@ -25,14 +25,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from segtrain.layouts import Stream
+from segtrain.engine.layouts import Stream
+from segtrain.engine.segments import HIDDEN
 from segtrain.models.alike import Place, fingerprint, holding, places, plain
 from segtrain.models.capture import arrays, intercept, leaves, map_tree
 from segtrain.models.dense import dequantized, dequantized_in_slices, quantized_modules
 from segtrain.models.products import linear_modules, recalling, remembering
 from segtrain.models.stream_ops import Causal, StreamCache, stream_ops
 from segtrain.models.tokenwise import chunked, tokenwise_modules
-from segtrain.segments import HIDDEN
 
 
 class UnsupportedModel(ValueError):

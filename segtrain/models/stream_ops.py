@@ -6,7 +6,7 @@ for rotary embedding and attention. So a stream comes in through three doors:
 - a `StreamCache` in the place of each layer's key-value cache, whose mask is a `Causal` (the *string* "causal" with a
   window), so that no `[T, T]` array is ever made, and which hands keys and values to layers that share them;
 - `mx.fast.rope`, which gets the positions of the stream's branches;
-- `mx.fast.scaled_dot_product_attention`, which becomes `segtrain.attention.attend` wherever the mask is causal.
+- `mx.fast.scaled_dot_product_attention`, which becomes `attention.dispatch.attend` wherever the mask is causal.
 
 What a model file does past these doors is in `exceptions`. All of it is replaced only inside `stream_ops` and put
 back whatever happens.
@@ -18,8 +18,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from segtrain.attention import attend
-from segtrain.layouts import Stream
+from segtrain.attention.dispatch import attend
+from segtrain.engine.layouts import Stream
 from segtrain.models import exceptions
 
 _rope = mx.fast.rope

@@ -226,7 +226,7 @@ def traceable(model_type: str) -> bool:
 
 
 def is_proven(config: Mapping[str, Any]) -> bool:
-    """Whether tests hold this model's gradients; if not, check a short row first (`segtrain.verify.check`)."""
+    """Whether tests hold this model's gradients; if not, check a short row first (`segtrain.run.verify.check`)."""
     return "model_file" not in config and model_file(str(config.get("model_type"))) in FAMILIES
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from segtrain.lora import EXPERTS
+from segtrain.engine.segments import cuts
+from segtrain.lora.layers import EXPERTS
 from segtrain.models.alike import as_function
 from segtrain.models.capture import intercept
-from segtrain.segments import cuts
 
 NAMES = ("mlp", "feed_forward", "ffn")
 FORWARD = 4

@@ -19,9 +19,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama
 
-from segtrain import attention, layouts, losses
-from segtrain import lora as lora_module
-from segtrain.engine import SegmentedBackward
+from segtrain.attention import dispatch
+from segtrain.engine import layouts, objectives
+from segtrain.engine.backward import SegmentedBackward
+from segtrain.lora import layers as lora_module
 from segtrain.memory import machine
 from segtrain.models.stack import LayerStack
 
@@ -70,7 +71,7 @@ class OutOfTime(Exception):
 
 def bench(*, size: Size | None = None, budget: float = SECONDS, path: Path | None = None) -> Report:
     """Measure, write and return this machine's choices."""
-    backend = attention.backend().name
+    backend = dispatch.backend().name
     report = Report(str(mx.device_info().get("device_name", backend)), backend)
     size = size or SIZES[backend]
     report.until = time.perf_counter() + budget
@@ -137,8 +138,8 @@ def _attention(report: Report, size: Size) -> None:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=dim**-0.5, mask="causal")
 
     def blocks(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        table = attention.backend()
-        return attention.Blocks(dim**-0.5, None, None, table.tile_bytes, table.power)(q, k, v)
+        table = dispatch.backend()
+        return dispatch.Blocks(dim**-0.5, None, None, table.tile_bytes, table.power)(q, k, v)
 
     scores = size.heads * size.tokens**2 * q.dtype.size
     fused_time, fused_peak = _timed(report, "attention, fused", step(fused))
@@ -149,7 +150,7 @@ def _attention(report: Report, size: Size) -> None:
 
 
 def attention_choice(bounded: bool, fused: float, blocks: float, dim: int, dtype: str) -> dict[str, Any]:
-    """What `attention.steered` and the estimate read: fused only where it is bounded in memory and not slower."""
+    """What `dispatch.steered` and the estimate read: fused only where it is bounded in memory and not slower."""
     kind = "fused" if bounded and fused <= blocks else "blocks"
     return {"attention": kind, "attention_dim": dim, "attention_dtype": dtype, "fused_is_bounded": bounded}
 
@@ -165,7 +166,7 @@ def _engine(report: Report, size: Size) -> None:
             engine.step(row)
             stack.mlp_rows = None
 
-        engine = SegmentedBackward(stack, lora, losses.sft, head_chunk=256, **options)
+        engine = SegmentedBackward(stack, lora, objectives.sft, head_chunk=256, **options)
         return run
 
     plain, _ = _timed(report, "step, plain", step())
@@ -180,7 +181,7 @@ def _packed(report: Report, size: Size) -> None:
     """4-bit weights: products of packed weights against a dense copy per segment."""
     stack, lora = _model(size, report.backend, bits=4)
     row = _row(replace(size, tokens=size.tokens // PACKED_SHARE.get(report.backend, 1)))
-    engine = SegmentedBackward(stack, lora, losses.sft, head_chunk=256)
+    engine = SegmentedBackward(stack, lora, objectives.sft, head_chunk=256)
 
     def step(dense: bool) -> Callable[[], None]:
         def run() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from segtrain.recipe_problems import suggestion
+from segtrain.recipe.problems import suggestion
 
 Values = dict[str, Any]
 

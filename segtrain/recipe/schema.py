@@ -28,9 +28,9 @@ from pydantic import (
     model_validator,
 )
 
-from segtrain import mlx_lm_keys, recipe_yaml
 from segtrain.errors import UserError
-from segtrain.recipe_problems import Problem, lines_of, listing, problems_error
+from segtrain.recipe import mlx_lm_keys, yaml_file
+from segtrain.recipe.problems import Problem, lines_of, listing, problems_error
 
 Auto: TypeAlias = Literal["auto"]
 Part: TypeAlias = Literal["train", "valid", "test"]
@@ -328,7 +328,7 @@ class Recipe(Section):
 
     def to_yaml(self, packages: Sequence[str] = ("segtrain-mlx", "mlx", "mlx-lm", "transformers")) -> str:
         """The resolved recipe as a file, with the versions of `packages` in its first line as a comment."""
-        return f"# resolved by {', '.join(_versions(packages))}\n{recipe_yaml.dump(self.dump())}"
+        return f"# resolved by {', '.join(_versions(packages))}\n{yaml_file.dump(self.dump())}"
 
     def training_view(self) -> dict[str, Any]:
         """The part that decides what is learnt.
@@ -363,15 +363,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises UserError, with every error at once. `output.dir` is runs/<file name> where it isn't given.
     """
     source = Path(path)
-    changes = recipe_yaml.assignments(overrides)
-    values = recipe_yaml.read(source)
+    changes = yaml_file.assignments(overrides)
+    values = yaml_file.read(source)
     for name, value in changes:
         if mlx_lm_keys.is_alias(name):
-            recipe_yaml.assign(values, name, value)
+            yaml_file.assign(values, name, value)
     translation = mlx_lm_keys.translate(values)
     for name, value in changes:
         if not mlx_lm_keys.is_alias(name):
-            recipe_yaml.assign(translation.values, name, value)
+            yaml_file.assign(translation.values, name, value)
     if translation.values.get("output") is None:
         translation.values["output"] = {}
     if isinstance(output := translation.values["output"], dict):

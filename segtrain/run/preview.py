@@ -14,7 +14,7 @@ from segtrain.memory.source import find
 from segtrain.models.support import refuse, shares_prefix
 
 if TYPE_CHECKING:
-    from segtrain.recipe import Recipe
+    from segtrain.recipe.schema import Recipe
 
 GIB, GB = 2**30, 10**9
 FAR = 1 << 20  # tokens: as far as a model without a limit of its own is looked at
@@ -73,7 +73,7 @@ def preview(
     case = _Case(chooser, backend, limit, lengths, shares_prefix(shape.model_type) and _shares(recipe))
     found = case.preview(name, length, shape.positions or FAR)
     if measure:
-        from segtrain.memory.measure import measured_step
+        from segtrain.run.measure import measured_step
 
         return measured_step(recipe, name, found, case.row(length), chooser)
     return found
@@ -180,7 +180,7 @@ class _Case:
 
 
 def _budget(recipe: "Recipe | None", budget: str | None, backend: Backend) -> int:
-    from segtrain.recipe import parse_bytes
+    from segtrain.recipe.schema import parse_bytes
 
     if budget is not None:
         return parse_bytes(budget)

@@ -12,26 +12,26 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from segtrain import distributed
 from segtrain.data import Data, open_data
 from segtrain.errors import UserError
 from segtrain.events import DataRead, Event, Notice, RunEnded, RunStarted, TrainStep
-from segtrain.guards import Growth, check_update
-from segtrain.keeper import Keeper
 from segtrain.memory.meter import Meter
-from segtrain.memory.planning import Planner, Watch
 from segtrain.models.load import load
 from segtrain.models.support import is_proven
-from segtrain.optim import Optimizer
-from segtrain.recipe import Recipe
-from segtrain.rundir import RunDirectory
-from segtrain.runstate import RunState
-from segtrain.sampling import generate
-from segtrain.session import LossName, Session, open_session, summary
+from segtrain.parallel.ranks import Ranks, join
+from segtrain.recipe.schema import Recipe
+from segtrain.run.guards import Growth, check_update
+from segtrain.run.keeper import Keeper
+from segtrain.run.optimizer import Optimizer
+from segtrain.run.planning import Planner, Watch
+from segtrain.run.sampling import generate
+from segtrain.run.session import LossName, Session, open_session, summary
+from segtrain.run.state import RunState
+from segtrain.run.updates import Update, Updates
+from segtrain.run.validation import Validation
+from segtrain.run.verify import check_unproven
 from segtrain.signals import StopRequest
-from segtrain.updates import Update, Updates
-from segtrain.validation import Validation
-from segtrain.verify import check_unproven
+from segtrain.storage.run_directory import RunDirectory
 
 
 class Trainer:
@@ -53,7 +53,7 @@ class Trainer:
     def events(self) -> Iterator[Event]:
         with ExitStack() as stack:
             stop = stack.enter_context(StopRequest())
-            ranks = distributed.join()
+            ranks = join()
             run = None
             if ranks.writes and not self.dry_run:
                 run = stack.enter_context(RunDirectory(self.recipe.output.dir, self.overwrite, self.resume))
@@ -78,7 +78,7 @@ class _Loop:
     def __init__(
         self,
         trainer: Trainer,
-        ranks: distributed.Ranks,
+        ranks: Ranks,
         stop: StopRequest,
         run: RunDirectory | None,
         session: Session,

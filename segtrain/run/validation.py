@@ -6,9 +6,9 @@ from typing import TypeAlias
 
 from segtrain.data.rows import Row
 from segtrain.events import Evaluated
-from segtrain.runstate import RunState
-from segtrain.session import Session
-from segtrain.updates import Choose, Totals, Updates
+from segtrain.run.session import Session
+from segtrain.run.state import RunState
+from segtrain.run.updates import Choose, Totals, Updates
 
 Limit: TypeAlias = int | str
 

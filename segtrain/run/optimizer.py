@@ -20,8 +20,8 @@ import mlx.core as mx
 import mlx.optimizers as optimizers
 
 from segtrain.errors import RunFailed, UserError
-from segtrain.packing import ALIGN, Packed, Packing
-from segtrain.recipe import TrainRecipe
+from segtrain.lora.flat import ALIGN, Packed, Packing
+from segtrain.recipe.schema import TrainRecipe
 
 Arrays = dict[str, mx.array]
 STEP = "step"

@@ -22,8 +22,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from segtrain.durable import Record, Writer, record_of, replace_together, sync_directory, write_new
 from segtrain.errors import RunFailed
+from segtrain.storage.durable import Record, Writer, record_of, replace_together, sync_directory, write_new
 
 Arrays = dict[str, mx.array]
 Expected = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]

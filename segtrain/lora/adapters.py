@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from segtrain import __version__, peft
-from segtrain.checkpoint import ADAPTERS, CONFIG, newest_path, plain_json, read_tensors, tensors
-from segtrain.durable import replace_together
+from segtrain import __version__
 from segtrain.errors import RunFailed, UserError
-from segtrain.recipe import LoraRecipe
+from segtrain.lora import peft
+from segtrain.recipe.schema import LoraRecipe
+from segtrain.storage.checkpoint import ADAPTERS, CONFIG, newest_path, plain_json, read_tensors, tensors
+from segtrain.storage.durable import replace_together
 
 Arrays = dict[str, mx.array]
 Format = Literal["mlx", "peft"]

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from segtrain import attention, losses
-from segtrain.engine import Backward
+from segtrain.attention import dispatch
+from segtrain.engine import objectives
+from segtrain.engine.backward import Backward
+from segtrain.engine.layouts import Layout
 from segtrain.errors import RunFailed
 from segtrain.events import Event, Memory, Notice, PlanChosen
-from segtrain.layouts import Layout
 from segtrain.memory import choices, machine, rows, shapes
 from segtrain.memory.backends import BACKENDS, Backend, with_buffers
 from segtrain.memory.choose import Chooser, Option, longest
@@ -24,7 +25,7 @@ from segtrain.memory.device import MARGIN, default_budget
 from segtrain.memory.meter import GIB, Meter, frozen_bytes, recommended_bytes, set_limits
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
-from segtrain.session import Session
+from segtrain.run.session import Session
 
 BUCKETS = 8  # lengths are rounded up to an eighth of a power of two, so that plans (and traces) are few
 WAITING_BYTES, WAITING_SHARE = 320 << 20, 0.15  # at most: what is allocated on top of a limit, in a tight plan
@@ -194,7 +195,7 @@ class Planner:
     def _row(self, length: int) -> RowShape:
         row = choices.row_of(
             length,
-            preference=self.session.loss is not losses.sft,
+            preference=self.session.loss is not objectives.sft,
             shared=self.session.shares_prefix,
             prompt_share=self.prompt_share,
         )
@@ -203,7 +204,7 @@ class Planner:
 
 def _backend() -> Backend:
     """That of the default device, with the environment's command buffers and attention as measured."""
-    row = BACKENDS[attention.backend().name]  # type: ignore[index]
+    row = BACKENDS[dispatch.backend().name]  # type: ignore[index]
     return machine.steered(with_buffers(row, os.environ))
 
 

@@ -23,7 +23,7 @@ from typing import Literal, TypeAlias
 
 import mlx.core as mx
 
-from segtrain.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE
+from segtrain.engine.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE
 
 EPSILON = 1e-6  # nats a token: exp(-EPSILON) is the largest mean probability that is told apart from 1 in float32
 

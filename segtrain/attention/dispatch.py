@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
 
-from segtrain.attention_band import band, padded_rows, window_mask
-from segtrain.attention_blocks import Blocks
-from segtrain.attention_reference import reference, visibility
-from segtrain.attention_turns import Turns, cut, in_order
+from segtrain.attention.band import band, padded_rows, window_mask
+from segtrain.attention.blocks import Blocks
+from segtrain.attention.reference import reference, visibility
+from segtrain.attention.turns import Turns, cut, in_order
 
 __all__ = ["BACKENDS", "Backend", "Call", "Kind", "align", "attend", "backend", "choose", "follow", "reference"]
 __all__ += ["steered", "visibility"]

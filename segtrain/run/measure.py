@@ -6,20 +6,21 @@ from typing import Any
 
 import mlx.core as mx
 
-from segtrain import attention, layouts, losses
-from segtrain import lora as lora_module
-from segtrain.engine import Backward
-from segtrain.layouts import Layout
+from segtrain.attention import dispatch
+from segtrain.engine import layouts, objectives
+from segtrain.engine.backward import Backward
+from segtrain.engine.layouts import Layout
+from segtrain.lora import layers as lora_module
 from segtrain.memory import machine
 from segtrain.memory.choose import Chooser
 from segtrain.memory.meter import GIB, Meter
 from segtrain.memory.plan import Plan
-from segtrain.memory.preview import Preview
 from segtrain.memory.rows import RowShape
 from segtrain.models.load import Loaded, load
 from segtrain.models.stack import LayerStack
-from segtrain.recipe import Recipe
-from segtrain.session import make_backward
+from segtrain.recipe.schema import Recipe
+from segtrain.run.preview import Preview
+from segtrain.run.session import make_backward
 
 WARM_UP = 16  # tokens of the row that compiles kernels and is not measured
 
@@ -27,7 +28,7 @@ WARM_UP = 16  # tokens of the row that compiles kernels and is not measured
 def measured_step(recipe: Recipe | None, name: str, found: Preview, row: RowShape, chooser: Chooser) -> Preview:
     """`found` with what one step on `row` by its recommended plan (or the leanest one) took."""
     loaded = load(name, trust_remote_code=bool(recipe and recipe.trust_remote_code))
-    attention.follow(machine.measured(chooser.estimator.backend))
+    dispatch.follow(machine.measured(chooser.estimator.backend))
     plan = _plan(found) or chooser.leanest(row).plan
     lines: list[dict[str, Any]] = []
     backward = _backward(
@@ -82,7 +83,7 @@ def _backward(loaded: Loaded, recipe: Recipe | None, plan: Plan, meter: Meter, *
     lora = lora_module.attach(loaded.model, **options)
     stack = LayerStack(loaded.model)
     stack.mlp_rows, stack.dequantize = plan.mlp_rows, plan.dequantize
-    loss = losses.orpo(0.1, "full") if preference else losses.sft
+    loss = objectives.orpo(0.1, "full") if preference else objectives.sft
     return make_backward(plan, stack, lora, loss, meter)
 
 

@@ -24,7 +24,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from segtrain.packing import Packed, Packing
+from segtrain.lora.flat import Packed, Packing
 
 ALL_LINEAR = "all-linear"
 LINEAR = (nn.Linear, nn.QuantizedLinear)

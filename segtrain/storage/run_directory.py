@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from segtrain import checkpoint
-from segtrain.durable import replace_text, sync
 from segtrain.errors import UserError
-from segtrain.recipe import Recipe
+from segtrain.recipe.schema import Recipe
+from segtrain.storage import checkpoint
+from segtrain.storage.durable import replace_text, sync
 
 LOGS = ("metrics.jsonl", "memory.jsonl", "samples.jsonl")
 RECIPE, BEST, LOCK = "recipe.yaml", "best", ".lock"

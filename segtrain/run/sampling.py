@@ -7,8 +7,8 @@ from mlx_lm.sample_utils import make_sampler
 
 from segtrain.errors import UserError
 from segtrain.events import Sampled
-from segtrain.recipe import EvalRecipe
-from segtrain.session import Session
+from segtrain.recipe.schema import EvalRecipe
+from segtrain.run.session import Session
 
 
 def generate(session: Session, recipe: EvalRecipe, step: int) -> Iterator[Sampled]:

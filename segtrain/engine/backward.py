@@ -28,12 +28,12 @@ from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 
-from segtrain.layouts import Layout, Span, Stream
-from segtrain.logprobs import PADDED_ROWS, Scorer, cotangent, log_softmax_at, padded_rows, score, scorer
-from segtrain.lora import Lora, swapped
-from segtrain.losses import Loss, LossValue, value_and_grad
-from segtrain.packing import Packed
-from segtrain.segments import HIDDEN, Segment, grouped, layer_cuts, split
+from segtrain.engine.head import PADDED_ROWS, Scorer, cotangent, log_softmax_at, padded_rows, score, scorer
+from segtrain.engine.layouts import Layout, Span, Stream
+from segtrain.engine.objectives import Loss, LossValue, value_and_grad
+from segtrain.engine.segments import HIDDEN, Segment, grouped, layer_cuts, split
+from segtrain.lora.flat import Packed
+from segtrain.lora.layers import Lora, swapped
 
 Carry: TypeAlias = dict[str, mx.array]
 Products: TypeAlias = dict[Segment, list[mx.array]]

@@ -6,13 +6,13 @@ from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
 
-from segtrain import losses
-from segtrain.attention import align, backend, follow
+from segtrain.attention.dispatch import align, backend, follow
 from segtrain.data.rows import PreferenceRow, Row
-from segtrain.engine import Backward, FullBackward, Meter, SegmentedBackward, no_meter
+from segtrain.engine import objectives
+from segtrain.engine.backward import Backward, FullBackward, Meter, SegmentedBackward, no_meter
+from segtrain.engine.layouts import Layout, padded, pair, shared_prefix, single
 from segtrain.errors import UserError
-from segtrain.layouts import Layout, padded, pair, shared_prefix, single
-from segtrain.lora import Lora, attach
+from segtrain.lora.layers import Lora, attach
 from segtrain.memory import machine
 from segtrain.memory.backends import BACKENDS
 from segtrain.memory.plan import Plan
@@ -20,7 +20,7 @@ from segtrain.models.load import Loaded
 from segtrain.models.quantized_check import check_quantized_products
 from segtrain.models.stack import LayerStack, UnsupportedModel
 from segtrain.models.support import shares_prefix
-from segtrain.recipe import Recipe
+from segtrain.recipe.schema import Recipe
 
 LossName: TypeAlias = Literal["sft", "orpo"]
 
@@ -35,7 +35,7 @@ class Session:
     loaded: Loaded
     lora: Lora
     stack: LayerStack
-    loss: losses.Loss
+    loss: objectives.Loss
     shares_prefix: bool
     notices: list[str] = field(default_factory=list)
     align: int = 1
@@ -68,7 +68,9 @@ class Session:
         return self.recipe.orpo.sft_scope == "full"
 
 
-def make_backward(plan: Plan, stack: LayerStack, lora: Lora, loss: losses.Loss, meter: Meter = no_meter) -> Backward:
+def make_backward(
+    plan: Plan, stack: LayerStack, lora: Lora, loss: objectives.Loss, meter: Meter = no_meter
+) -> Backward:
     """The backward pass that runs `plan`."""
     if plan.backward == "full":
         return FullBackward(stack, lora, loss, compiled=plan.compiled, meter=meter)
@@ -109,7 +111,7 @@ def open_session(recipe: Recipe, loss: LossName, loaded: Loaded) -> Session:
     except (UnsupportedModel, ValueError) as error:
         raise UserError(str(error)) from error
     shares, notices = _prefix_sharing(recipe, loss, stack, str(loaded.config.get("model_type")))
-    function = losses.sft if loss == "sft" else losses.orpo(recipe.orpo.beta, recipe.orpo.sft_scope)
+    function = objectives.sft if loss == "sft" else objectives.orpo(recipe.orpo.beta, recipe.orpo.sft_scope)
     return Session(recipe, loaded, lora, stack, function, shares, notices, align(backend()))
 
 

@@ -15,15 +15,15 @@ from typing import TypeAlias, cast
 import mlx.core as mx
 
 from segtrain.data.rows import PreferenceRow, Row
-from segtrain.distributed import Ranks
-from segtrain.engine import Backward, Meter, Step, no_meter
+from segtrain.engine.backward import Backward, Meter, Step, no_meter
+from segtrain.engine.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE, Layout
+from segtrain.engine.objectives import Loss, LossValue
 from segtrain.errors import RunFailed
-from segtrain.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE, Layout
-from segtrain.losses import Loss, LossValue
-from segtrain.optim import Optimizer, clip_factor, global_norm
-from segtrain.packing import Packed
-from segtrain.runstate import RunState
-from segtrain.session import Session
+from segtrain.lora.flat import Packed
+from segtrain.parallel.ranks import Ranks
+from segtrain.run.optimizer import Optimizer, clip_factor, global_norm
+from segtrain.run.session import Session
+from segtrain.run.state import RunState
 
 Choose: TypeAlias = Callable[[Layout], Backward]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from segtrain import lifeline
 from segtrain.errors import RunFailed, UserError
-from segtrain.lifeline import Lifeline
+from segtrain.parallel import lifeline
+from segtrain.parallel.lifeline import Lifeline
 
 PIECES = 3  # float32s that hold a float64
 BLOCK = 1 << 26  # bytes sent at a time by `broadcast`

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from segtrain import checkpoint
 from segtrain.errors import RunFailed
 from segtrain.events import Memory, Notice
-from segtrain.runstate import RunState
-from segtrain.updates import Update, Updates
+from segtrain.run.state import RunState
+from segtrain.run.updates import Update, Updates
+from segtrain.storage import checkpoint
 
 MAX_BAD_STEPS = 3
 WARM_UP = 100  # steps whose highest reading is the baseline

@@ -16,15 +16,15 @@ import mlx.nn as nn
 
 from segtrain.data import PreferenceRow, Row, SupervisedRow, open_data
 from segtrain.data.rows import Origin
-from segtrain.engine import FullBackward, SegmentedBackward
+from segtrain.engine.backward import FullBackward, SegmentedBackward
 from segtrain.errors import UserError
-from segtrain.lora import Lora
+from segtrain.lora.layers import Lora
 from segtrain.memory.backends import here
 from segtrain.memory.device import default_budget
 from segtrain.models.load import load
 from segtrain.models.plain import PlainForward
-from segtrain.recipe import Recipe
-from segtrain.session import LossName, Session, open_session
+from segtrain.recipe.schema import Recipe
+from segtrain.run.session import LossName, Session, open_session
 
 EXACT, HALF = 1e-4, 0.2  # tolerances in float32 and in 16 bits, where two exact orders of summation differ by percents
 SHORT = 256  # tokens of a row that are compared

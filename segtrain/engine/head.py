@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-from segtrain.layouts import Span
+from segtrain.engine.layouts import Span
 
 PADDED_ROWS = 128
 

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from segtrain import adapters, checkpoint
 from segtrain.data import Data
-from segtrain.distributed import Ranks
 from segtrain.errors import RunFailed, UserError
 from segtrain.events import Event, Notice, Saved
-from segtrain.fingerprint import model_fingerprint
-from segtrain.optim import Optimizer
-from segtrain.recipe import Recipe, differences
-from segtrain.rundir import RunDirectory
-from segtrain.runstate import RunState
-from segtrain.session import Session
+from segtrain.lora import adapters
+from segtrain.parallel.ranks import Ranks
+from segtrain.recipe.schema import Recipe, differences
+from segtrain.run.optimizer import Optimizer
+from segtrain.run.session import Session
+from segtrain.run.state import RunState
+from segtrain.storage import checkpoint
+from segtrain.storage.fingerprint import model_fingerprint
+from segtrain.storage.run_directory import RunDirectory
 
 
 @dataclass
