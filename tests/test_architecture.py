@@ -1,207 +1,249 @@
-"""The import graph of DESIGN.md, and what must stay out of the files.
+"""The map of CONTRIBUTING.md as a test: which room imports which, and what must stay out of the files.
 
 Two kinds of proof: the import statements of every module (wherever they stand in it), and fresh interpreters that
-import a module and look at what came with it.
+import a module and look at what came with it. A room is a folder of the package, or a module
+at its root.
 """
 
 import ast
+import graphlib
 import subprocess
 import sys
+from collections.abc import Mapping, Set
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "segtrain"
 
-MLX, RICH, PLOT = {"mlx"}, {"rich"}, {"plotly"}
-PYDANTIC = {"pydantic", "pydantic_core"}
-# Third-party packages by module; the longest prefix counts. `models` stands for models and models.*.
-THIRD_PARTY: dict[str, set[str]] = {
-    "": MLX,
-    "bench": MLX | {"mlx_lm"},
-    "adapters": MLX | {"safetensors", "numpy"},
-    "checkpoint": MLX | {"safetensors", "numpy"},
-    "cli": {"typer"},
-    "data": {"datasets", "numpy", "pyarrow", "transformers", "jinja2"},
-    "distributed": MLX | {"numpy"},
-    "durable": set(),
-    "errors": set(),
-    "events": set(),
-    "fingerprint": {"numpy"},
-    "hub": {"huggingface_hub"},
-    "logging_backends": set(),
-    "lifeline": set(),
-    "lora": MLX | {"mlx_lm"},
-    "mlx_lm_keys": set(),
-    "models": MLX | {"mlx_lm", "transformers", "huggingface_hub"},
-    "memory": set(),
-    "memory.device": {"psutil"},
-    "memory.measure": MLX,
-    "memory.meter": MLX | {"psutil"},
-    "memory.source": {"huggingface_hub"},
-    "peft": MLX | {"safetensors", "numpy", "huggingface_hub"},
-    "progress": RICH,
-    "recipe": PYDANTIC,
-    "recipe_problems": PYDANTIC,
-    "recipe_yaml": {"yaml"},
-    "report": PLOT | {"yaml"},
-    "rundir": set(),
-    "sampling": MLX | {"mlx_lm"},
-    "scaffold": set(),
-    "segments": set(),
-    "session": MLX,
-    "runstate": set(),
-    "signals": set(),
-    "terminal": RICH,
-    "trainer": MLX,
+MLX = {"mlx"}
+MLX_LM = {"mlx", "mlx_lm"}
+HUB = {"huggingface_hub"}
+
+
+class Room(NamedTuple):
+    """What a room may import beside the standard library and itself: third-party packages and other rooms."""
+
+    packages: Set[str] = frozenset()
+    rooms: Set[str] = frozenset()
+
+
+LEAVES = {"errors", "events", "signals"}  # they import nothing
+ROOMS: dict[str, Room] = {
+    "recipe": Room({"pydantic", "pydantic_core", "yaml"}, {"errors"}),
+    "data": Room({"datasets", "numpy", "pyarrow", "transformers", "jinja2"}, {"errors", "events", "hub", "recipe"}),
+    "engine": Room(MLX, {"errors", "lora"}),
+    "attention": Room(MLX, {"errors"}),
+    "recurrence": Room(MLX, {"errors"}),
+    "models": Room(MLX_LM | HUB, {"attention", "engine", "errors", "hub", "lora", "recurrence"}),
+    "lora": Room(MLX_LM | HUB, {"errors", "recipe", "storage"}),
+    "memory": Room(MLX_LM | HUB | {"psutil"}, {"engine", "errors", "events", "hub", "models", "recipe"}),
+    "storage": Room(MLX, {"errors", "recipe"}),
+    "parallel": Room(MLX | {"numpy"}, {"errors", "signals"}),
+    "run": Room(
+        MLX_LM,
+        {*LEAVES, "attention", "data", "engine", "lora", "memory", "models", "parallel", "recipe", "storage"},
+    ),
+    "terminal": Room({"rich"}, {"errors", "events"}),
+    "report": Room({"plotly", "yaml"}, {"errors", "terminal"}),
+    "cli": Room(
+        {"typer"},
+        {*LEAVES, "data", "lora", "memory", "models", "parallel", "recipe", "report", "run", "terminal"},
+    ),
+    "hub": Room(HUB),
+    **{leaf: Room() for leaf in LEAVES},
+    "__main__": Room(set(), {"cli"}),
+    "": Room(),  # segtrain/__init__.py, which holds the version and which everybody may import
 }
-ATTENTION = {"attention", "attention_band", "attention_blocks", "attention_reference", "attention_turns"}
-# Modules of segtrain that a module may import; the ones that aren't listed may import all but `NEVER`.
-INTERNAL: dict[str, set[str]] = {
-    "segments": set(),
-    "errors": set(),
-    "layouts": set(),
-    "signals": set(),
-    "losses": {"layouts"},
-    "packing": set(),
-    "logprobs": {"layouts"},
-    "events": set(),
-    "lora": {"errors", "packing"},
-    "engine": {"layouts", "logprobs", "lora", "losses", "packing", "segments"},
-    "recipe": {"errors", "mlx_lm_keys", "recipe_problems", "recipe_yaml"},
-    "recipe_yaml": {"errors"},
-    "recipe_problems": {"errors"},
-    "mlx_lm_keys": {"recipe_problems"},
-    "data": {"data", "errors", "events", "hub", "recipe"},
-    "models": {"models", "errors", "hub", "layouts", "lora", "segments", *ATTENTION},
-    **{name: {*ATTENTION, "layouts"} for name in ATTENTION},
-    "optim": {"errors", "packing", "recipe"},
-    "terminal": {"terminal", "events", "errors"},
-    "progress": {"terminal", "events", "errors"},
-    "report": {"report", "terminal", "errors"},
-}
-# Importer -> what it must not import, for everybody and beside the lists above.
-NEVER = {"cli", "progress", "report", "terminal"}
-MAY_RENDER = {"cli", "__main__", "progress", "report", "terminal"}
-PURE_MEMORY = ["choose", "choices", "device", "estimate", "machine", "plan", "preview", "source", "timing"]
-NO_MLX = ["cli", "data", "errors", "events", "mlx_lm_keys", "recipe", "scaffold", "segments"]
-NO_MLX += [f"memory.{name}" for name in PURE_MEMORY]
+WITHOUT_MLX = {"cli", "data", "hub", "memory", "recipe", "report", "terminal", *LEAVES}
+BUT = {"memory.meter"}
+WITHOUT_MLX_TOO = ["engine.segments", "models.support", "run.preview"]
 
 
 def modules() -> dict[str, Path]:
     """`models.stack` -> file, `models` for the package itself, "" for segtrain/__init__.py."""
     found = {}
-    for path in PACKAGE.rglob("*.py"):
+    for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         found[".".join(part for part in parts if part != "__init__")] = path
     return found
 
 
+MODULES = modules()
+SOURCES = {module: path.read_text(encoding="utf-8") for module, path in MODULES.items()}
+
+
+def room(module: str) -> str:
+    return module.split(".")[0]
+
+
 def imports(source: str) -> set[str]:
-    """Every imported module by its full name; `from segtrain import x` counts as `segtrain.x`."""
+    """Every imported name in full, wherever it stands: `from a.b import c` is `a.b.c`, `import a.b` is `a.b`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "relative imports hide from this test"
-            if node.module == "segtrain":
-                found |= {f"segtrain.{alias.name}" for alias in node.names}
-            else:
-                found.add(str(node.module))
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
-def rule(table: dict[str, set[str]], module: str) -> set[str] | None:
-    """The entry of the module or of the nearest package around it."""
-    parts = module.split(".")
-    for length in range(len(parts), 0, -1):
-        if (name := ".".join(parts[:length])) in table:
-            return table[name]
-    return table.get("")
+def inner(name: str) -> str:
+    """The module of segtrain that an imported name is or lies in: `segtrain.errors.UserError` -> `errors`."""
+    parts = name.split(".")[1:]
+    while parts and ".".join(parts) not in MODULES:
+        parts.pop()
+    return ".".join(parts)
 
 
 def violations(module: str, source: str) -> list[str]:
-    """What `module` imports against the tables."""
+    """What `module` imports against the table."""
+    rule = ROOMS.get(room(module), Room())
     found = []
-    package = module.split(".")[0]
     for name in sorted(imports(source)):
-        top, _, inner = name.partition(".")
-        target = inner.split(".")[0]
+        top = name.split(".")[0]
         if top == "segtrain":
-            allowed = rule(INTERNAL, module)
-            if target in ("", "__version__"):
-                continue
-            if allowed is not None and target not in allowed:
-                found.append(f"{module} may not import segtrain.{inner}")
-            elif target in NEVER and target != package and package not in MAY_RENDER:
-                found.append(f"{module} may not import segtrain.{inner}, which renders")
-        elif top not in sys.stdlib_module_names and top not in (rule(THIRD_PARTY, module) or set()):
+            if room(inner(name)) not in {"", room(module), *rule.rooms}:
+                found.append(f"{module} may not import {name}")
+        elif top not in sys.stdlib_module_names and top not in rule.packages:
             found.append(f"{module} may not import {name}")
     return found
 
 
-def test_import_graph() -> None:
-    sources = {module: path.read_text(encoding="utf-8") for module, path in modules().items()}
-    found = [line for module, source in sources.items() for line in violations(module, source)]
+def graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Module -> the modules of segtrain that it imports, on top or inside a function."""
+    return {
+        module: {inner(name) for name in imports(source) if name.split(".")[0] == "segtrain"} - {module, ""}
+        for module, source in sources.items()
+    }
+
+
+def between_rooms(modules: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for module, targets in modules.items():
+        found.setdefault(room(module), set()).update(room(target) for target in targets)
+    return {name: targets - {name} for name, targets in found.items()}
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """One circle of the graph; [] where it has none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_each_module_imports_what_its_room_may() -> None:
+    found = [line for module, source in SOURCES.items() for line in violations(module, source)]
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("segments", "import mlx.core as mx"),
-        ("recipe", "import mlx.core"),
+        ("engine.segments", "import mlx_lm"),
+        ("engine.backward", "from segtrain.models.stack import LayerStack"),
+        ("engine.objectives", "from segtrain.recipe import schema"),
+        ("engine.head", "from segtrain.data.rows import Row"),
+        ("recipe.schema", "import mlx.core"),
         ("data.jsonl", "from mlx_lm import load"),
         ("data.jsonl", "def f():\n    import mlx.core"),
-        ("trainer", "import rich"),
-        ("trainer", "from segtrain.terminal.progress import make_progress"),
-        ("trainer", "from segtrain import cli"),
-        ("engine", "from segtrain.models.stack import LayerStack"),
-        ("engine", "import mlx_lm"),
-        ("models.stack", "from segtrain.engine.backward import FullBackward"),
-        ("losses", "from segtrain import recipe"),
-        ("terminal.check", "import plotly"),
+        ("attention.band", "from segtrain.models import stack"),
+        ("models.stack", "from segtrain.engine.backward import FullBackward\nfrom segtrain.run import trainer"),
         ("memory.plan", "import rich"),
+        ("memory.plan", "from segtrain.run.preview import Preview"),
+        ("run.trainer", "import rich"),
+        ("run.trainer", "from segtrain.terminal.progress import make_progress"),
+        ("run.trainer", "from segtrain import cli"),
+        ("run.trainer", "def f():\n    from segtrain.report import page"),
+        ("storage.durable", "from segtrain.run import state"),
+        ("terminal.check", "import plotly"),
+        ("report.page", "import rich"),
+        ("cli", "import mlx.core"),
+        ("errors", "from segtrain import events"),
         ("a_new_module", "import requests"),
+        ("a_new_room.module", "from segtrain import errors"),
     ],
 )
 def test_a_forbidden_import_is_found(module: str, line: str) -> None:
     assert violations(module, line)
 
 
-def test_tables_name_modules_that_exist() -> None:
-    known = {name.split(".")[0] for name in modules()} | {""}
-    assert {name.split(".")[0] for name in {*THIRD_PARTY, *INTERNAL}} <= known
+def test_each_room_has_its_line_and_each_line_its_room() -> None:
+    assert {room(module) for module in MODULES} <= set(ROOMS)
+    assert set().union(*(rule.rooms for rule in ROOMS.values())) <= set(ROOMS)
 
 
-def test_engine_knows_no_concrete_loss_or_model() -> None:
-    names = {node.id for node in ast.walk(_tree("engine")) if isinstance(node, ast.Name)}
-    assert not names & {"sft", "orpo", "LayerStack"}
+def test_no_module_imports_itself_by_a_detour() -> None:
+    found = circle(graph(SOURCES))
+    assert not found, "a circle: " + " -> ".join(found)
 
 
-def test_rich_and_plotly_have_one_home_each() -> None:
-    users: dict[str, set[str]] = {"rich": set(), "plotly": set()}
-    for module, path in modules().items():
-        for name in imports(path.read_text(encoding="utf-8")):
-            if (top := name.split(".")[0]) in users:
-                users[top].add(module.split(".")[0])
-    assert users["rich"] <= {"progress", "terminal"}
-    assert users["plotly"] <= {"report"}
-    assert users["rich"]  # the control: the search finds something
+def test_no_room_imports_itself_by_a_detour() -> None:
+    found = circle(between_rooms(graph(SOURCES)))
+    assert not found, "a circle: " + " -> ".join(found)
+
+
+def test_the_table_allows_no_circle_of_rooms() -> None:
+    assert not circle({name: rule.rooms for name, rule in ROOMS.items()})
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("run.measure", "def f():\n    from segtrain.run.preview import Preview"),
+        ("events", "from segtrain import cli"),
+        ("engine.segments", "from segtrain.engine.backward import Backward"),
+    ],
+)
+def test_a_circle_is_found(module: str, line: str) -> None:
+    assert module in circle(graph({**SOURCES, module: line}))
+
+
+def test_a_circle_of_rooms_is_found() -> None:
+    changed = graph({**SOURCES, "lora.flat": "from segtrain.engine import layouts"})
+    assert not circle(changed)  # between modules there is none
+    assert {"lora", "engine"} <= set(circle(between_rooms(changed)))
+
+
+def test_engine_knows_no_concrete_model() -> None:
+    names = {node.id for node in ast.walk(ast.parse(SOURCES["engine.backward"])) if isinstance(node, ast.Name)}
+    assert not names & {"LayerStack"}
+
+
+@pytest.mark.parametrize(("package", "home"), [("rich", "terminal"), ("plotly", "report"), ("typer", "cli")])
+def test_what_renders_has_one_home(package: str, home: str) -> None:
+    users = {
+        room(module) for module, source in SOURCES.items() if package in {n.split(".")[0] for n in imports(source)}
+    }
+    assert users == {home}
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return done.stdout
+
+
+def test_rooms_without_mlx() -> None:
+    names = [name for name in MODULES if room(name) in WITHOUT_MLX and name not in BUT] + WITHOUT_MLX_TOO
+    first = run_python(
+        f"import importlib, sys\n"
+        f"for name in {names!r}:\n"
+        f"    importlib.import_module('segtrain.' + name)\n"
+        f"    if {{'mlx', 'mlx_lm'}} & sys.modules.keys():\n"
+        f"        sys.exit(print(name))"
+    )
+    assert not first, f"{first.strip()} loads mlx"
+    assert len(names) > len(WITHOUT_MLX_TOO) + 30
 
 
 def loaded_by(module: str) -> set[str]:
     """Top-level packages in a fresh interpreter after importing the module."""
-    code = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    return set(done.stdout.split())
-
-
-@pytest.mark.parametrize("module", NO_MLX)
-def test_imports_without_mlx(module: str) -> None:
-    assert not loaded_by(f"segtrain.{module}") & {"mlx", "mlx_lm"}
+    return set(run_python(f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})").split())
 
 
 def test_the_command_line_is_light() -> None:
@@ -210,16 +252,12 @@ def test_the_command_line_is_light() -> None:
     assert loaded_by("segtrain.recipe.schema") & heavy  # the control: the recipe does need pydantic
 
 
-def test_no_function_is_longer_than_80_lines() -> None:
+def test_functions_fit_on_a_screen() -> None:
     long = []
-    for module, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for module, source in SOURCES.items():
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
                 length = node.end_lineno - node.lineno + 1
-                if length > 80:
+                if length > 50:
                     long.append(f"{module}.{node.name}: {length} lines")
     assert not long
-
-
-def _tree(module: str) -> ast.Module:
-    return ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))

@@ -1,7 +1,6 @@
 """`plan-segments --measure`: one real step on the real weights, by phase, against the estimate."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -19,17 +18,18 @@ from segtrain.memory.rows import RowShape
 from segtrain.models.load import Loaded, load
 from segtrain.models.stack import LayerStack
 from segtrain.recipe.schema import Recipe
-from segtrain.run.preview import Preview
 from segtrain.run.session import make_backward
 
 WARM_UP = 16  # tokens of the row that compiles kernels and is not measured
 
 
-def measured_step(recipe: Recipe | None, name: str, found: Preview, row: RowShape, chooser: Chooser) -> Preview:
-    """`found` with what one step on `row` by its recommended plan (or the leanest one) took."""
+def measured_step(
+    recipe: Recipe | None, name: str, recommended: dict[str, Any] | None, row: RowShape, chooser: Chooser
+) -> dict[str, Any]:
+    """What one step on `row` took by the recommended plan (`Plan.as_json`), or by the leanest one without it."""
     loaded = load(name, trust_remote_code=bool(recipe and recipe.trust_remote_code))
     dispatch.follow(machine.measured(chooser.estimator.backend))
-    plan = _plan(found) or chooser.leanest(row).plan
+    plan = _plan(recommended) if recommended else chooser.leanest(row).plan
     lines: list[dict[str, Any]] = []
     backward = _backward(
         loaded, recipe, plan, Meter(lines.append), preference=len(row.streams) > 1 or bool(row.branches)
@@ -43,7 +43,7 @@ def measured_step(recipe: Recipe | None, name: str, found: Preview, row: RowShap
     # The optimiser's moments aren't there in a single step.
     adapter = sum(chooser.estimator.adapter)
     predicted = (chooser.estimator.peak(row, plan).bytes - (chooser.estimator.state - adapter)) / GIB
-    measured = {
+    return {
         "plan": plan.as_json(),
         "predicted_gib": round(predicted, 4),
         "peak_gib": round(peak, 4),
@@ -51,7 +51,6 @@ def measured_step(recipe: Recipe | None, name: str, found: Preview, row: RowShap
         "seconds": round(sum(line["seconds"] for line in lines), 3),
         "phases": dict(_by_kind(lines)),
     }
-    return replace(found, measured=measured)
 
 
 def _by_kind(lines: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, float]]]:
@@ -68,11 +67,9 @@ def _by_kind(lines: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, float
         )
 
 
-def _plan(found: Preview) -> Plan | None:
-    if found.recommended is None:
-        return None
+def _plan(recommended: dict[str, Any]) -> Plan:
     names = Plan.__dataclass_fields__.keys() - {"peak_bytes"}
-    return Plan(**{name: found.recommended[name] for name in names})
+    return Plan(**{name: recommended[name] for name in names})
 
 
 def _backward(loaded: Loaded, recipe: Recipe | None, plan: Plan, meter: Meter, *, preference: bool) -> Backward:

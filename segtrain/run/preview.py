@@ -1,7 +1,7 @@
 """`segtrain plan-segments`: memory and time per segment size, from `config.json` alone."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from segtrain.errors import UserError
@@ -75,7 +75,7 @@ def preview(
     if measure:
         from segtrain.run.measure import measured_step
 
-        return measured_step(recipe, name, found, case.row(length), chooser)
+        return replace(found, measured=measured_step(recipe, name, found.recommended, case.row(length), chooser))
     return found
 
 
