@@ -1,4 +1,8 @@
-"""Real processes that run the command line, forked from a server that has imported it all: they start in a moment."""
+"""Real processes that run the command line.
+
+They are forked from a server that has imported it all, so that they start in a moment; on a Mac, where a process that
+holds Metal must not be forked, each is started anew.
+"""
 
 import functools
 import importlib
@@ -6,13 +10,14 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
 PRELOADED = ["segtrain.cli", "segtrain.terminal.progress", "segtrain.run.trainer", "segtrain.recipe.schema"]
 CONTEXT.set_forkserver_preload(PRELOADED)
 LIMIT = 120.0  # seconds for anything to happen on a busy machine

@@ -11,7 +11,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from segtrain.lora.layers import Dropout, DropoutKeys, LoRALinear, LoRASwitchLinear, attach, swapped
+from segtrain.lora import layers
+from segtrain.lora.layers import Dropout, DropoutKeys, LoRALinear, LoRASwitchLinear, Slot, attach, swapped
 
 KEYS = DropoutKeys(seed=3)
 
@@ -47,6 +48,37 @@ def test_half_precision_activations_keep_their_dtype_and_masters_stay_float32():
     module = LoRALinear(base, 2, 1.0, plain())
     assert module(mx.ones((2, 8), mx.bfloat16)).dtype == mx.bfloat16
     assert module.lora_a.dtype == module.lora_b.dtype == mx.float32
+
+
+def output_and_gradients(module: LoRALinear | LoRASwitchLinear, *inputs: mx.array) -> list[mx.array]:
+    def run(a: mx.array, b: mx.array) -> mx.array:
+        with swapped([Slot("a", module, "lora_a"), Slot("b", module, "lora_b")], [a, b]):
+            return module(*inputs)
+
+    factors = [module.lora_a, module.lora_b]
+    out = run(*factors)
+    return [out, *mx.vjp(run, factors, [mx.cos(out)])[1]]
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8, 12])
+@pytest.mark.parametrize("kind", ["linear", "experts"])
+def test_a_padded_rank_gives_the_same(kind: str, rank: int, monkeypatch: pytest.MonkeyPatch):
+    base = nn.Linear(16, 24) if kind == "linear" else SwitchLinear(16, 24, 3, bias=False)
+    module = (LoRALinear if kind == "linear" else LoRASwitchLinear)(base, rank, 0.5)
+    module.lora_a, module.lora_b = (mx.random.normal(x.shape) for x in (module.lora_a, module.lora_b))
+    x = mx.random.normal((4, 1, 1, 16))
+    inputs = (x,) if kind == "linear" else (x, mx.array([[0, 2], [1, 1], [2, 0], [0, 1]]))
+    plain = output_and_gradients(module, *inputs)
+    monkeypatch.setattr(layers, "pads", lambda dtype: True)
+    assert [f.shape[axis] % 8 for f, axis in zip(module.factors(mx.float32), module.RANK_AXES, strict=True)] == [0, 0]
+    for padded, expected in zip(output_and_gradients(module, *inputs), plain, strict=True):
+        assert padded.shape == expected.shape
+        assert mx.allclose(padded, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_pads_and_a_cpus_float32_does_not():
+    assert layers.pads(mx.bfloat16)
+    assert layers.pads(mx.float32) == (mx.default_device() != mx.Device(mx.cpu))
 
 
 @pytest.mark.parametrize("bits", [0, 4])

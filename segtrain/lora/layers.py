@@ -32,6 +32,9 @@ EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 TRAINABLE = ("lora_a", "lora_b")
 # y + z B in one operation: no second [T, out] array, and one rounding less. In float32 on the CPU it has some more.
 FUSED_ADD = (mx.bfloat16, mx.float16)
+# A product with an inner or outer dimension that isn't a multiple of this has unaligned rows: slow on every GPU, and on
+# CUDA some compiled graphs with rank 3 end in "misaligned address". Products take A and B padded with zeros.
+RANK_MULTIPLE = 8
 # Gemma 3n's AltUp rewrites the weight of these linear layers before each call, which a wrapped one does not have.
 NOT_WRAPPABLE = ("prediction_coefs", "correction_coefs")
 
@@ -94,6 +97,21 @@ def scaled(value: mx.array, scale: float) -> mx.array:
     return value if scale == 1 else scale * value
 
 
+def pads(dtype: mx.Dtype) -> bool:
+    """Whether ranks are padded for products in `dtype`; a CPU's float32 products have no alignment to gain."""
+    return dtype in FUSED_ADD or mx.default_device() != mx.Device(mx.cpu)
+
+
+def padded_to(array: mx.array, multiple: int, axis: int) -> mx.array:
+    """`array` with zeros at the end of `axis`, up to a multiple; its cotangent is cut back."""
+    extra = -array.shape[axis] % multiple
+    if not extra:
+        return array
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, extra)
+    return mx.pad(array, widths)
+
+
 @dataclass(frozen=True)
 class Dropout:
     """Inverted dropout of probability `p`, keyed by module name."""
@@ -115,7 +133,9 @@ class Dropout:
 
 
 class LoRAModule(nn.Module):
-    """A frozen linear layer and its trainable A and B, zeros at first."""
+    """A frozen linear layer and its trainable A and B, zeros at first. `RANK_AXES`: of A and of B."""
+
+    RANK_AXES: tuple[int, int]
 
     def __init__(
         self,
@@ -136,9 +156,18 @@ class LoRAModule(nn.Module):
         """Of A and B."""
         raise NotImplementedError
 
+    def factors(self, dtype: mx.Dtype) -> list[mx.array]:
+        """What products in `dtype` take: A and scale * B, their rank padded with zeros where that pays."""
+        found = self._casts(self, dtype)
+        if not pads(dtype):
+            return found
+        return [padded_to(array, RANK_MULTIPLE, axis) for array, axis in zip(found, self.RANK_AXES, strict=True)]
+
 
 class LoRALinear(LoRAModule):
     """LoRA on a dense or quantised linear layer: A [in, r], B [r, out]."""
+
+    RANK_AXES = (-1, -2)
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         outputs, inputs = _dense_shape(self.linear)
@@ -147,7 +176,7 @@ class LoRALinear(LoRAModule):
     def __call__(self, x: mx.array) -> mx.array:
         y = self.linear(x)
         z = self._dropout(x, self.first_token) if self._dropout else x
-        a, b = self._casts(self, x.dtype)
+        a, b = self.factors(x.dtype)
         z = z @ a
         if y.dtype == x.dtype and x.dtype in FUSED_ADD:
             return mx.addmm(y, z, b)
@@ -156,6 +185,8 @@ class LoRALinear(LoRAModule):
 
 class LoRASwitchLinear(LoRAModule):
     """LoRA on stacked experts: A [E, r, in], B [E, out, r]; `indices` name each row's expert."""
+
+    RANK_AXES = (-2, -1)
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         experts, outputs, inputs = _dense_shape(self.linear)
@@ -168,7 +199,7 @@ class LoRASwitchLinear(LoRAModule):
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         y = self.linear(x, indices, sorted_indices=sorted_indices)
         z = self._dropout(x) if self._dropout else x
-        for factor in self._casts(self, x.dtype):
+        for factor in self.factors(x.dtype):
             z = mx.gather_mm(z, factor.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
         return y + z.astype(y.dtype)
 
