@@ -18,7 +18,7 @@ What was tried on the CPU (OpenBLAS on one core, 8 heads of 64, float32; T = 409
 - blocks of at least 64 or 256 rows instead of 128: no difference at 1 MiB (84 and 83 MB, 2.0 and 2.1 s);
 - `mx.exp` instead of e ** x: 12 instead of 4.6 ns an element, 3.1 s instead of 2.1 for the whole vjp;
 - the band without a fused kernel: linear, but each of its arrays is 2 x window x T x heads;
-- one dense call for short rows: no faster than blocks from T = 256 up, so `dense_bytes` is 0 on the CPU;
+- one dense call for short rows: no faster than blocks from T = 256 up, so there is no such kind;
 - branches through `mx.split` instead of slices (whose gradients are sums of full-length arrays): 47 MB instead of 44 at
   T = 1024, for the copies of the keys; ordering the branches' calls one after the other changed nothing there;
 - `mx.set_memory_limit` 40 MiB above the inputs: 56 MB instead of 88, 2.5 CPU seconds instead of 2.1. A limit that the
@@ -83,7 +83,7 @@ def table_row(setting: Setting) -> Backend:
     if setting.tile_mib is not None:
         rows = replace(rows, tile_bytes=int(setting.tile_mib * 2**20))
     if setting.kind == "blocks":
-        rows = replace(rows, head_dims=frozenset(), dense_bytes=0)
+        rows = replace(rows, head_dims=frozenset())
     if setting.kind == "band":
         dtypes = (mx.float16, mx.bfloat16, mx.float32)
         rows = replace(rows, head_dims=frozenset({setting.dim}), dtypes=dtypes, array_mask=True)

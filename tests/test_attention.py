@@ -25,14 +25,12 @@ FUSED = Backend(
     dtypes=(mx.float32, mx.bfloat16, mx.float16),
     query_multiple=8,
     array_mask=True,
-    sinks=True,
     unequal_dims=True,
     fused_rows=48,
 )
 BLOCKS = Backend("blocks", tile_bytes=1 << 14)
 POWER = Backend("blocks, e ** x", tile_bytes=1 << 17, power=True)
-DENSE = Backend("dense", dense_bytes=1 << 60)
-FORCED = [FUSED, BLOCKS, POWER, DENSE]
+FORCED = [FUSED, BLOCKS, POWER]
 
 
 def arrays(rows, keys, heads=4, groups=2, dim=16, value_dim=None, batch=1, seed=0, dtype=mx.float32):
@@ -125,8 +123,6 @@ def test_lengths_and_windows(rows, length, window):
 )
 @pytest.mark.parametrize("sinks", [False, True])
 def test_shapes_and_rules(rows, shape, rule, sinks):
-    if sinks and rows is FUSED:
-        rows = replace(rows, sinks=False)
     assert max(errors(rows, shape, sinks=sinks, **rule)) <= TOLERANCE
 
 
@@ -365,8 +361,7 @@ def test_choice(name, change, kind):
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (4, 1), (6, 2), (4, 4)])
 @pytest.mark.parametrize("limit", [1, 100 * 16, 200 * 16, 300 * 16])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_heads_are_split_into_fused_calls_of_bounded_size(monkeypatch, heads, groups, limit, sinks):
+def test_heads_are_split_into_fused_calls_of_bounded_size(monkeypatch, heads, groups, limit):
     """No call is larger than the limit (but for one head), all are as large as it allows, and the sum is exact."""
     sizes = []
 
@@ -377,20 +372,11 @@ def test_heads_are_split_into_fused_calls_of_bounded_size(monkeypatch, heads, gr
     original = dispatch._sdpa
     monkeypatch.setattr(dispatch, "_sdpa", counted)
     shape = {"rows": 90, "keys": 100, "heads": heads, "groups": groups}
-    assert max(errors(replace(FUSED, fused_elements=limit), shape, sinks=sinks)) < TOLERANCE
+    assert max(errors(replace(FUSED, fused_elements=limit), shape)) < TOLERANCE
     one_head = 106 * 16  # 90 rows are padded to 96, and their keys with them
     assert max(sizes) <= max(limit, one_head)
     if limit == 1:
         assert len(sizes) == heads * 2  # rows are two calls
-
-
-def test_few_scores_are_computed_at_once_where_nothing_is_fused():
-    rows = Backend("cpu", dense_bytes=4 * 8 * 512 * 512)
-    short = Call(heads=8, rows=512, keys=512, dim=64, value_dim=64, dtype=mx.float32)
-    assert choose(rows, short) == "dense"
-    assert choose(rows, replace(short, rows=513, keys=513)) == "blocks"
-    assert choose(rows, replace(short, batch=2)) == "blocks"
-    assert choose(rows, replace(short, softcap=1.0)) == "blocks"
 
 
 def test_the_forced_backends_take_the_kinds_they_are_named_for():
@@ -399,7 +385,7 @@ def test_the_forced_backends_take_the_kinds_they_are_named_for():
     assert choose(FUSED, call) == "fused"
     assert choose(FUSED, replace(call, window=7)) == "band"
     assert choose(BLOCKS, call) == choose(POWER, call) == "blocks"
-    assert choose(DENSE, call) == choose(DENSE, replace(call, window=7)) == "dense"
+    assert choose(FUSED, replace(call, sinks=True)) == "blocks"
 
 
 def test_the_default_backend_is_that_of_the_default_device():

@@ -1,9 +1,9 @@
-"""Exact causal attention over a stream's visibility, without a `[T, T]` array: one call, four ways to compute it.
+"""Exact causal attention over a stream's visibility, without a `[T, T]` array: one call, three ways to compute it.
 
 - `fused`: MLX's own kernel with the mask "causal", where the backend has a backward for it that is bounded in memory;
-- `band`: a sliding window folded into the batch dimension (`attention_band`), where the fused kernel takes array masks;
-- `blocks`: a block loop with its own backward (`attention_blocks`), everywhere;
-- `dense`: MLX's composed operations, which hold all scores: only where those are few.
+- `band`: a sliding window folded into the batch dimension (`attention/band.py`), where the fused kernel takes arrays
+  as masks;
+- `blocks`: a block loop with its own backward (`attention/blocks.py`), everywhere.
 
 `BACKENDS` says what each backend can do, `choose` follows from it.
 
@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
 
-from segtrain.attention.band import band, padded_rows, window_mask
+from segtrain.attention.band import band, padded_rows
 from segtrain.attention.blocks import Blocks
 from segtrain.attention.reference import reference, visibility
 from segtrain.attention.turns import Turns, cut, in_order
@@ -24,7 +24,7 @@ from segtrain.attention.turns import Turns, cut, in_order
 __all__ = ["BACKENDS", "Backend", "Call", "Kind", "align", "attend", "backend", "choose", "follow", "reference"]
 __all__ += ["steered", "visibility"]
 
-Kind: TypeAlias = Literal["fused", "band", "blocks", "dense"]
+Kind: TypeAlias = Literal["fused", "band", "blocks"]
 
 # Taken before anyone replaces it (`models/stream_ops.py` does, for the length of a step).
 _sdpa = mx.fast.scaled_dot_product_attention
@@ -36,14 +36,14 @@ class Backend:
 
     - `head_dims`, `dtypes`: for which, with the mask "causal" (none: never fused);
     - `query_multiple`: the query length must be a multiple of it (`attend` pads);
-    - `array_mask`, `sinks`, `unequal_dims`: also with an array as mask, with sinks, with D != Dv;
+    - `array_mask`, `unequal_dims`: also with an array as mask, with D != Dv;
     - `fused_rows`: longer rows are split into calls of so many queries;
     - `fused_elements`: and the heads into calls of at most so many heads x keys x head dim;
-    - `dense_bytes`: up to so many bytes of scores are computed at once where nothing is fused;
     - `tile_bytes`, `power`: see `Blocks`.
 
     CUDA's row was run on an H200, Metal's is read from binaries and was not run; the CPU's sizes were measured
-    (`benchmarks/attention.py`). CUDA takes sinks too, but gives no gradient for them.
+    (`benchmarks/attention.py`). Sinks are never fused: CUDA's kernel takes them, but gives no
+    gradient for them.
     """
 
     name: str
@@ -51,11 +51,9 @@ class Backend:
     dtypes: tuple[mx.Dtype, ...] = ()
     query_multiple: int = 1
     array_mask: bool = False
-    sinks: bool = False
     unequal_dims: bool = False
     fused_rows: int = 8192
     fused_elements: int = 1 << 62
-    dense_bytes: int = 0
     tile_bytes: int = 4 << 20
     power: bool = False
 
@@ -93,7 +91,6 @@ class Call:
     dim: int
     value_dim: int
     dtype: mx.Dtype
-    batch: int = 1
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -101,10 +98,6 @@ class Call:
     @property
     def windowed(self) -> bool:
         return self.window is not None and self.window < self.keys
-
-    @property
-    def score_bytes(self) -> int:
-        return self.batch * self.heads * self.rows * self.keys * self.dtype.size
 
 
 _steered: dict[str, Backend] = {}
@@ -152,13 +145,11 @@ def choose(rows: Backend, call: Call) -> Kind:
         and call.value_dim in rows.head_dims
         and call.dtype in rows.dtypes
         and (rows.unequal_dims or call.dim == call.value_dim)
-        and (rows.sinks or not call.sinks)
+        and not call.sinks
     )
     if fused and not call.windowed:
         return "fused"
-    if call.softcap is None and call.score_bytes <= rows.dense_bytes:
-        return "dense"
-    return "band" if fused and rows.array_mask and not call.sinks else "blocks"
+    return "band" if fused and rows.array_mask else "blocks"
 
 
 @dataclass(frozen=True)
@@ -240,7 +231,6 @@ def _check(q: mx.array, k: mx.array, v: mx.array, window: int | None, prefix: in
 def _causal(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
     """Attention of one run of rows that are the last of the keys."""
     call = Call(
-        batch=q.shape[0],
         heads=q.shape[1],
         rows=q.shape[2],
         keys=k.shape[2],
@@ -258,9 +248,6 @@ def _causal(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
         case "band":
             assert window is not None
             return band(q, k, v, scale=rule.scale, window=window, multiple=rule.rows.query_multiple)
-        case "dense":
-            mask = "causal" if window is None else window_mask(call.rows, call.keys, window)
-            return _sdpa(q, k, v, scale=rule.scale, mask=mask, sinks=rule.sinks)
         case "blocks":
             return Blocks(rule.scale, window, rule.softcap, rule.rows.tile_bytes, rule.rows.power)(q, k, v, rule.sinks)
 
@@ -270,9 +257,8 @@ def _fused(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
     count, before = q.shape[2], k.shape[2] - q.shape[2]
     q, k, v = (padded_rows(x, -count % rule.rows.query_multiple) for x in (q, k, v))
 
-    def call(block: mx.array, keys: mx.array, values: mx.array, heads: slice) -> mx.array:
-        sinks = None if rule.sinks is None else rule.sinks[heads]
-        return _sdpa(block, keys, values, scale=rule.scale, mask="causal", sinks=sinks)
+    def call(block: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        return _sdpa(block, keys, values, scale=rule.scale, mask="causal")
 
     groups = list(_head_groups(q.shape[1], k.shape[1], k.shape[2] * max(q.shape[3], v.shape[3]), rule.rows))
     starts = list(range(0, q.shape[2], rule.rows.fused_rows))
@@ -281,8 +267,8 @@ def _fused(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
     turns = Turns(k, v)
     for start, block in zip(starts, cut(q, starts[1:], axis=2), strict=True):
         stop = before + start + block.shape[2]
-        for (heads, kv_heads), part in zip(groups, cut(block, _edges(groups, 0), axis=1), strict=True):
-            turns.results.append(call(*turns.next(part, kv_heads, stop), heads))
+        for (_, kv_heads), part in zip(groups, cut(block, _edges(groups, 0), axis=1), strict=True):
+            turns.results.append(call(*turns.next(part, kv_heads, stop)))
     done = turns.results
     rows = [_joined(done[i : i + len(groups)], axis=1) for i in range(0, len(done), len(groups))]
     return _joined(rows, axis=2)[:, :, :count]
@@ -294,10 +280,10 @@ def _by_heads(
     """Calls of groups of heads that share no keys, one after the other."""
     done: list[mx.array] = []
     parts = [cut(x, _edges(groups, side), axis=1) for x, side in ((q, 0), (k, 1), (v, 1))]
-    for block, keys, values, (heads, _) in zip(*parts, groups, strict=True):
+    for block, keys, values in zip(*parts, strict=True):
         if done:
             done[-1], block = in_order(done[-1], block)
-        done.append(call(block, keys, values, heads))
+        done.append(call(block, keys, values))
     return done
 
 

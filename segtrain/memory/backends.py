@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from segtrain.memory.shapes import Attention
 
-Kind: TypeAlias = Literal["fused", "band", "blocks", "dense"]
+Kind: TypeAlias = Literal["fused", "band", "blocks"]
 Name: TypeAlias = Literal["cpu", "cuda", "metal"]
 
 
@@ -48,7 +48,6 @@ class Backend:
     float32_fused: bool = False
     query_multiple: int = 1
     array_mask: bool = False
-    sinks: bool = False
     unequal_dims: bool = False
     tile_bytes: int = 4 << 20
 
@@ -59,12 +58,12 @@ class Backend:
             and {attention.dim, attention.value_dim} <= self.head_dims
             and (dtype_bytes == 2 or self.float32_fused)
             and (self.unequal_dims or attention.dim == attention.value_dim)
-            and (self.sinks or not attention.sinks)
+            and not attention.sinks
         )
         windowed = attention.window is not None and attention.window < length
         if fused and not windowed:
             return "fused"
-        return "band" if fused and self.array_mask and not attention.sinks else "blocks"
+        return "band" if fused and self.array_mask else "blocks"
 
 
 BACKENDS: dict[Name, Backend] = {

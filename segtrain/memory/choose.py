@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 from segtrain.engine.segments import layer_cuts, leanest_boundaries
 from segtrain.memory.estimate import Estimator
@@ -194,8 +193,3 @@ def longest(fits: Callable[[int], bool], limit: int, floor: int = 2) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low // 128 * 128 if low > 1024 else low
-
-
-def least(values: Sequence[Any], fits: Callable[[Any], bool]) -> Any | None:
-    """The first of `values` that fits."""
-    return next((value for value in values if fits(value)), None)

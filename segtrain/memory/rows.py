@@ -33,11 +33,6 @@ class RowShape:
     def tokens(self) -> int:
         return sum(self.streams)
 
-    @property
-    def key(self) -> tuple[int, ...]:
-        """Rows are compared by this: the longest stream first."""
-        return (max(self.streams), self.tokens, sum(map(sum, self.scored)))
-
 
 def sft(tokens: int, supervised: int | None = None) -> RowShape:
     """One row of `tokens` tokens (the last one is never an input), all supervised unless said."""
