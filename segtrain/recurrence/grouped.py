@@ -1,0 +1,86 @@
+"""A recurrence over all tokens of a row as a scan over groups of tokens, with a gradient of its own.
+
+Autodiff keeps what every group computed until its gradient comes. Here the forward pass keeps the state at each
+group's start and nothing else; the backward pass goes from the last group to the first, computes each one again from
+its state, and hands the cotangent of that state to the group before. Groups are chained by `mx.depends`, forward and
+backward, so that one group's arrays are live at a time: MLX would otherwise begin them all, since most of a group's
+work doesn't need the state.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+
+Chunk: TypeAlias = Callable[..., tuple[mx.array, mx.array]]
+"""(some tokens of each sequence, each fixed array, state) -> (outputs of those tokens, state after them). Pure."""
+
+
+def scan(
+    chunk: Chunk, sequences: Sequence[mx.array], state: mx.array, *, group: int, fixed: Sequence[mx.array] = ()
+) -> tuple[mx.array, mx.array]:
+    """Outputs [B, T, ...] and final state of `chunk`, given `group` tokens at a time.
+
+    Equals `chunk(*sequences, *fixed, state)` on all tokens at once. It is differentiable in the sequences, the fixed
+    arrays and the state, also through the final state.
+
+    - `chunk` takes any number of tokens up to `group`: the last group may be shorter. It must not capture arrays
+      that gradients are wanted for.
+    - `sequences` [B, T, ...]: floating-point, time on axis 1; a mask has to be worked into them.
+    - `fixed`: arrays that every token uses, such as a decay rate per channel.
+    - `state`: its dtype and shape stay.
+
+    Raises ValueError if the sequences differ in length or have no token.
+    """
+    bounds = _bounds({x.shape[1] for x in sequences}, group)
+    count = len(sequences)
+
+    def run(inputs: Sequence[mx.array], start: mx.array) -> tuple[mx.array, mx.array]:
+        return chunk(*inputs, start)
+
+    @mx.custom_function
+    def whole(*primals: mx.array) -> tuple[mx.array, ...]:
+        *inputs, state = primals
+        outputs: list[mx.array] = []
+        starts = []
+        for lo, hi in bounds:
+            starts.append(state)
+            part = _in_turn([x[:, lo:hi] for x in inputs[:count]], outputs[-1:])
+            y, state = run([*part, *inputs[count:]], state)
+            outputs.append(y)
+        return mx.concatenate(outputs, axis=1), state, *starts[1:]
+
+    @whole.vjp
+    def backward(
+        primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
+    ) -> tuple[mx.array, ...]:
+        *inputs, first = primals
+        dy, dstate, *_ = cotangents
+        starts = [first, *outputs[2:]]
+        shares: list[list[mx.array]] = []  # gradients of the sequences, last group first
+        totals = [mx.zeros(x.shape, mx.float32) for x in inputs[count:]]
+        for (lo, hi), start in zip(reversed(bounds), reversed(starts), strict=True):
+            part = [x[:, lo:hi] for x in inputs[:count]]
+            now = _in_turn([*part, start, dy[:, lo:hi]], [dstate, *totals, *(shares[-1] if shares else [])])
+            *part, start, cotangent = now
+            _, found = mx.vjp(lambda *x: run(x[:-1], x[-1]), [*part, *inputs[count:], start], [cotangent, dstate])
+            dstate = found[-1]
+            shares.append(found[:count])
+            totals = [total + share for total, share in zip(totals, found[count:-1], strict=True)]
+        joined = [mx.concatenate(list(reversed(share)), axis=1) for share in zip(*shares, strict=True)]
+        return *joined, *(t.astype(x.dtype) for t, x in zip(totals, inputs[count:], strict=True)), dstate
+
+    found: Any = whole(*sequences, *fixed, state)
+    return found[0], found[1]
+
+
+def _bounds(lengths: set[int], group: int) -> list[tuple[int, int]]:
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(f"a scan over sequences of {sorted(lengths)} tokens: give each the same number, at least 1")
+    (length,) = lengths
+    return [(lo, min(lo + group, length)) for lo in range(0, length, group)]
+
+
+def _in_turn(arrays: list[mx.array], before: list[mx.array]) -> list[mx.array]:
+    """`arrays`, available once all of `before` is computed."""
+    return mx.depends(arrays, before) if before else arrays
