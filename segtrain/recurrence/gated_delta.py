@@ -1,0 +1,214 @@
+"""The gated delta rule, chunk by chunk: a state of key-value pairs that each token decays and corrects.
+
+For one head, with state S [Dk, Dv], a token's query q, key k, value v, decay d (one number, or one for each channel of
+the key) and strength b:
+
+    S <- d S;    S <- S + k b (v - S'k)';    y = S'q                                            (`reference`)
+
+Within a chunk of C tokens let D(t, s) be the product of the decays after token s up to token t. What the tokens write,
+u_t = b_t (v_t - S'k_t), depends on the chunk's first state S and on the tokens before, so that all u together solve a
+triangular system:
+
+    (I + A) U = b (V - (D(t, -) k_t)' S),   A(t, s) = b_t (k_t D(t, s) k_s)  for s < t
+    Y = (D(t, -) q_t)' S + P U,             P(t, s) = q_t D(t, s) k_s        for s <= t
+    S <- D(last, -) S + (D(last, t) k_t)' U
+
+Everything but the last line and the two products with S is done for all chunks of a group at once (`_chain` is what
+has to go chunk by chunk). Yang et al. 2024, "Parallelizing linear transformers with the delta rule over sequence
+length", and the Kimi Linear report describe the scheme.
+
+Products of decays are exponentials of sums of logarithms. Sums run over the very tokens between s and t: as a
+difference of two sums from the chunk's start they would cancel where a decay is near 0, and as a quotient of two
+exponentials they would overflow.
+
+Shapes: B batch, T tokens, K key heads, R value heads for each key head, N chunks, C tokens a chunk, Dk, Dv.
+"""
+
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from segtrain.recurrence.grouped import scan
+from segtrain.recurrence.sizes import Sizes, group_tokens, on_device
+
+SIZES = {
+    "cpu": Sizes(chunk=16, group_bytes=1 << 20),
+    "cuda": Sizes(chunk=64, group_bytes=64 << 20),
+    "metal": Sizes(chunk=32, group_bytes=16 << 20),
+}
+"""CPU's were measured (`benchmarks/recurrences.py`); CUDA's and Metal's chunk is a guess from prototypes."""
+
+
+def reference(
+    q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """`gated_delta` a token at a time."""
+    repeats = v.shape[2] // q.shape[2]
+    q, k = (mx.repeat(x, repeats, axis=2) for x in (q, k))
+    outputs = []
+    for t in range(q.shape[1]):
+        decay = mx.exp(log_decay[:, t])
+        state = state * decay.reshape(*decay.shape[:2], 1, -1)
+        write = beta[:, t, :, None] * (v[:, t] - (state * k[:, t, :, None]).sum(axis=-1))
+        state = state + write[..., None] * k[:, t, :, None]
+        outputs.append((state * q[:, t, :, None]).sum(axis=-1))
+    return mx.stack(outputs, axis=1).astype(q.dtype), state
+
+
+def gated_delta(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    *,
+    sizes: Sizes | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Outputs [B, T, K*R, Dv] in q's dtype, and the state after the last token, [B, K*R, Dv, Dk] in float32.
+
+    - q, k [B, T, K, Dk]; v [B, T, K*R, Dv]; beta [B, T, K*R];
+    - log_decay [B, T, K*R] or, for a decay per channel, [B, T, K*R, Dk]: at most 0;
+    - state: before the first token; None for zeros.
+
+    Differentiable in all of them, also through the final state. A token with log_decay 0 and beta 0 changes nothing.
+    """
+    B, _, heads, Dv = v.shape
+    if state is None:
+        state = mx.zeros((B, heads, Dv, k.shape[-1]), mx.float32)
+    sizes = sizes or on_device(SIZES)
+    group = group_tokens(sizes, B * heads * (k.shape[-1] + Dv))
+    chunk = partial(_group, sizes.chunk)
+    return scan(chunk, [q, k, v, log_decay, beta], state.astype(mx.float32), group=group)
+
+
+def _group(
+    size: int, q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Some chunks of `size` tokens, the last one perhaps shorter, at once."""
+    (B, T, heads, Dv), K, dtype = v.shape, k.shape[2], q.dtype
+    q, k, v, logs, beta = (_in_chunks(x, size, K) for x in (q, k, v, log_decay, beta))
+    S = state.reshape(B, K, heads // K, Dv, -1).swapaxes(-1, -2)
+    since, until = _decays(logs)
+    kk, qk = _per_channel(k, q, logs) if logs.shape[-1] > 1 else _per_head(k, q, logs)
+    X = unit_lower_inverse(beta * kk) * beta.swapaxes(-1, -2)
+    U, before, S = _chain(X @ v, X @ (since * k), until * k, since[..., -1, :, None], S)
+    y = (since * q) @ before + qk @ U
+    y = y.transpose(0, 3, 4, 1, 2, 5).reshape(B, -1, heads, Dv)[:, :T]
+    return y.astype(dtype), S.swapaxes(-1, -2).reshape(state.shape)
+
+
+def _in_chunks(x: mx.array, size: int, K: int) -> mx.array:
+    """[B, T, H, D] or [B, T, H] as [B, K, H / K, N, C, D or 1] in float32, filled up with zeros."""
+    B, T, heads = x.shape[:3]
+    x = mx.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * (x.ndim - 2))
+    x = x.reshape(B, -1, size, K, heads // K, x.shape[3] if x.ndim == 4 else 1)
+    return x.transpose(0, 3, 4, 1, 2, 5).astype(mx.float32)
+
+
+def _decays(logs: mx.array) -> tuple[mx.array, mx.array]:
+    """D(t, -) and D(last, t) from logs [..., C, D or 1]."""
+    after = mx.cumsum(logs, axis=-2, reverse=True, inclusive=False)
+    return mx.exp(mx.cumsum(logs, axis=-2)), mx.exp(after)
+
+
+def _per_head(k: mx.array, q: mx.array, logs: mx.array) -> tuple[mx.array, mx.array]:
+    """k_t D(t, s) k_s for s < t and q_t D(t, s) k_s for s <= t, zeros elsewhere: [..., C, C], one decay a head."""
+    i = mx.arange(k.shape[-2])
+    strict = i[:, None] > i[None]
+    sums = mx.cumsum(mx.where(strict, logs, 0), axis=-2)
+    decay = mx.where(i[:, None] >= i[None], mx.exp(sums), 0)
+    kt = k.swapaxes(-1, -2)
+    return mx.where(strict, decay * (k @ kt), 0), decay * (q @ kt)
+
+
+def _per_channel(k: mx.array, q: mx.array, logs: mx.array) -> tuple[mx.array, mx.array]:
+    """The same with a decay for each channel, which has to come between the factors of each product.
+
+    D(t, s) = D(t, m) D(m, s) for a token m between them, and both factors are at most 1. So blocks of one token are
+    joined to blocks of two, four, ..., with m at the joint: every pair meets at one joint.
+    """
+    k, q = (mx.broadcast_to(x, logs.shape) for x in (k, q))
+    rows = mx.stack([k, q])
+    own = mx.stack([mx.zeros(k.shape[:-1]), (q * k).sum(axis=-1)])[..., None, None]  # [2, ..., C, 1, 1]
+    size = 1
+    while size < k.shape[-2]:
+        late, early = (_halves(x, size)[i] for x, i in ((rows, 1), (k, 0)))
+        since = mx.exp(mx.cumsum(_halves(logs, size)[1], axis=-2))
+        until = mx.exp(mx.cumsum(_halves(logs, size)[0], axis=-2, reverse=True, inclusive=False))
+        across = (late * since) @ (early * until).swapaxes(-1, -2)
+        own = _joined(own[..., 0::2, :, :], across, own[..., 1::2, :, :])
+        size *= 2
+    return own[0, ..., 0, :, :], own[1, ..., 0, :, :]
+
+
+def _halves(x: mx.array, size: int) -> tuple[mx.array, mx.array]:
+    """[..., C, D] as the first and the second half of each block of 2 * size tokens, [..., C / (2 size), size, D]."""
+    x = x.reshape(*x.shape[:-2], -1, 2, size, x.shape[-1])
+    return x[..., 0, :, :], x[..., 1, :, :]
+
+
+def _joined(first: mx.array, across: mx.array, second: mx.array) -> mx.array:
+    """[[first, 0], [across, second]]."""
+    above = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
+    return mx.concatenate([above, mx.concatenate([across, second], axis=-1)], axis=-2)
+
+
+@mx.custom_function
+def unit_lower_inverse(A: mx.array) -> mx.array:
+    """(I + A)^-1 for strictly lower triangular A [..., C, C], C a power of 2.
+
+    By blocks of doubling size: [[X, 0], [L, Y]]^-1 = [[X^-1, 0], [-Y^-1 L X^-1, Y^-1]]. A power series would cancel
+    where keys repeat: the entries of A's powers grow like binomial coefficients.
+    """
+    C = A.shape[-1]
+    i = mx.arange(C)
+    X, size = mx.broadcast_to(mx.eye(C, dtype=A.dtype), A.shape), 1
+    while size < C:
+        block, half = i // (2 * size), i // size
+        below = (block[:, None] == block[None]) & (half[:, None] > half[None])
+        L = mx.where(below, A, 0)
+        X = X - (L if size == 1 else X @ L @ X)
+        size *= 2
+    return X
+
+
+@unit_lower_inverse.vjp
+def _inverse_vjp(A: mx.array, cotangent: mx.array, X: mx.array) -> mx.array:
+    Xt = X.swapaxes(-1, -2)
+    return -(Xt @ cotangent @ Xt)
+
+
+@mx.custom_function
+def _chain(U0: mx.array, W: mx.array, k: mx.array, decay: mx.array, S: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """What has to go chunk by chunk: U_n = U0_n - W_n S_n, S_{n+1} = decay_n S_n + k_n' U_n.
+
+    U0 [..., N, C, Dv], W and k [..., N, C, Dk], decay [..., N, Dk or 1, 1], S [..., Dk, Dv]. Returns all U, the state
+    before each chunk [..., N, Dk, Dv], and the state after the last.
+    """
+    writes, states = [], []
+    for n in range(U0.shape[-3]):
+        states.append(S)
+        writes.append(U0[..., n, :, :] - W[..., n, :, :] @ S)
+        S = decay[..., n, :, :] * S + k[..., n, :, :].swapaxes(-1, -2) @ writes[-1]
+    return mx.stack(writes, axis=-3), mx.stack(states, axis=-3), S
+
+
+@_chain.vjp
+def _chain_vjp(
+    primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
+) -> tuple[mx.array, ...]:
+    _, W, k, decay, _ = primals
+    dU_own, dS_own, dS = cotangents
+    U, S, _ = outputs
+    after, writes = [], []  # cotangents of the state after each chunk, and of U; last chunk first
+    for n in reversed(range(U.shape[-3])):
+        after.append(dS)
+        writes.append(dU_own[..., n, :, :] + k[..., n, :, :] @ dS)
+        dS = decay[..., n, :, :] * dS + dS_own[..., n, :, :] - W[..., n, :, :].swapaxes(-1, -2) @ writes[-1]
+    dU, d_after = (mx.stack(parts[::-1], axis=-3) for parts in (writes, after))
+    d_decay: Any = (S * d_after).sum(axis=-1, keepdims=True)
+    if decay.shape[-2] == 1:
+        d_decay = d_decay.sum(axis=-2, keepdims=True)
+    return dU, -dU @ S.swapaxes(-1, -2), U @ d_after.swapaxes(-1, -2), d_decay, dS
