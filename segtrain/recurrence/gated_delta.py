@@ -92,8 +92,10 @@ def _group(
     S = state.reshape(B, K, heads // K, Dv, -1).swapaxes(-1, -2)
     since, until = _decays(logs)
     kk, qk = _per_channel(k, q, logs) if logs.shape[-1] > 1 else _per_head(k, q, logs)
-    X = unit_lower_inverse(beta * kk) * beta.swapaxes(-1, -2)
-    U, before, S = _chain(X @ v, X @ (since * k), until * k, since[..., -1, :, None], S)
+    inverse: Any = unit_lower_inverse(beta * kk)
+    X = inverse * beta.swapaxes(-1, -2)
+    chained: Any = _chain(X @ v, X @ (since * k), until * k, since[..., -1, :, None], S)
+    U, before, S = chained
     y = (since * q) @ before + qk @ U
     y = y.transpose(0, 3, 4, 1, 2, 5).reshape(B, -1, heads, Dv)[:, :T]
     return y.astype(dtype), S.swapaxes(-1, -2).reshape(state.shape)
