@@ -8,6 +8,7 @@ work doesn't need the state.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -32,46 +33,58 @@ def scan(
 
     Raises ValueError if the sequences differ in length or have no token.
     """
-    bounds = _bounds({x.shape[1] for x in sequences}, group)
-    count = len(sequences)
-
-    def run(inputs: Sequence[mx.array], start: mx.array) -> tuple[mx.array, mx.array]:
-        return chunk(*inputs, start)
+    groups = _Groups(chunk, _bounds({x.shape[1] for x in sequences}, group), len(sequences))
 
     @mx.custom_function
     def whole(*primals: mx.array) -> tuple[mx.array, ...]:
-        *inputs, state = primals
-        outputs: list[mx.array] = []
-        starts = []
-        for lo, hi in bounds:
-            starts.append(state)
-            part = _in_turn([x[:, lo:hi] for x in inputs[:count]], outputs[-1:])
-            y, state = run([*part, *inputs[count:]], state)
-            outputs.append(y)
-        return mx.concatenate(outputs, axis=1), state, *starts[1:]
+        return groups.forward(primals)
 
     @whole.vjp
     def backward(
         primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
     ) -> tuple[mx.array, ...]:
-        *inputs, first = primals
-        dy, dstate, *_ = cotangents
-        starts = [first, *outputs[2:]]
-        shares: list[list[mx.array]] = []  # gradients of the sequences, last group first
-        totals = [mx.zeros(x.shape, mx.float32) for x in inputs[count:]]
-        for (lo, hi), start in zip(reversed(bounds), reversed(starts), strict=True):
-            part = [x[:, lo:hi] for x in inputs[:count]]
-            now = _in_turn([*part, start, dy[:, lo:hi]], [dstate, *totals, *(shares[-1] if shares else [])])
-            *part, start, cotangent = now
-            _, found = mx.vjp(lambda *x: run(x[:-1], x[-1]), [*part, *inputs[count:], start], [cotangent, dstate])
-            dstate = found[-1]
-            shares.append(found[:count])
-            totals = [total + share for total, share in zip(totals, found[count:-1], strict=True)]
-        joined = [mx.concatenate(list(reversed(share)), axis=1) for share in zip(*shares, strict=True)]
-        return *joined, *(t.astype(x.dtype) for t, x in zip(totals, inputs[count:], strict=True)), dstate
+        return groups.backward(primals, cotangents[0], cotangents[1], outputs[2:])
 
     found: Any = whole(*sequences, *fixed, state)
     return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The scan's two passes. `primals` are `count` sequences, the fixed arrays, and the state."""
+
+    chunk: Chunk
+    bounds: list[tuple[int, int]]
+    count: int
+
+    def forward(self, primals: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+        """Outputs, final state, and the states at the start of every group but the first."""
+        sequences, fixed, state = primals[: self.count], primals[self.count : -1], primals[-1]
+        outputs: list[mx.array] = []
+        starts = []
+        for lo, hi in self.bounds:
+            starts.append(state)
+            part = _in_turn([x[:, lo:hi] for x in sequences], outputs[-1:])
+            y, state = self.chunk(*part, *fixed, state)
+            outputs.append(y)
+        return mx.concatenate(outputs, axis=1), state, *starts[1:]
+
+    def backward(
+        self, primals: tuple[mx.array, ...], dy: mx.array, dstate: mx.array, starts: tuple[mx.array, ...]
+    ) -> tuple[mx.array, ...]:
+        """Gradients of the primals from the cotangents of the outputs and of the final state."""
+        sequences, fixed = primals[: self.count], primals[self.count : -1]
+        shares: list[list[mx.array]] = []  # gradients of the sequences, last group first
+        totals = [mx.zeros(x.shape, mx.float32) for x in fixed]
+        for (lo, hi), start in zip(reversed(self.bounds), reversed([primals[-1], *starts]), strict=True):
+            now = [*(x[:, lo:hi] for x in sequences), start, dy[:, lo:hi]]
+            *part, start, cotangent = _in_turn(now, [dstate, *totals, *(shares[-1] if shares else [])])
+            _, found = mx.vjp(self.chunk, [*part, *fixed, start], [cotangent, dstate])
+            dstate = found[-1]
+            shares.append(found[: self.count])
+            totals = [total + share for total, share in zip(totals, found[self.count : -1], strict=True)]
+        joined = [mx.concatenate(list(share[::-1]), axis=1) for share in zip(*shares, strict=True)]
+        return *joined, *(total.astype(x.dtype) for total, x in zip(totals, fixed, strict=True)), dstate
 
 
 def _bounds(lengths: set[int], group: int) -> list[tuple[int, int]]:
