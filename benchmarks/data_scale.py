@@ -108,7 +108,7 @@ def measure(case: str, model: str, path: str, workers: int | None) -> dict[str, 
     if case == "check":
         report = check_data(recipe, tokenizer=tokenizer, workers=workers)
         return figures(base, started) | {"tokens": report.counts["tokens"], "workers": workers or os.cpu_count()}
-    opened = open_data(recipe, "sft", tokenizer)
+    opened = open_data(recipe, tokenizer)
     found = figures(base, started)
     next(opened.train)
     found["first_row"] = round(time.perf_counter() - started, 2)

@@ -43,6 +43,7 @@ from mlx.utils import tree_flatten  # noqa: E402
 
 from segtrain import cli  # noqa: E402
 from segtrain.attention import dispatch  # noqa: E402
+from segtrain.engine import objectives  # noqa: E402
 from segtrain.errors import RunFailed  # noqa: E402
 from segtrain.events import TrainStep  # noqa: E402
 from segtrain.memory import choices, choose, machine, shapes  # noqa: E402
@@ -410,7 +411,7 @@ def _metrics(folder: Path, close: float) -> tuple[list[str], float]:
 def movements(case: Case, folder: Path) -> dict[str, float]:
     """Per adapter array, |case - reference| over |reference - initial value|, but for float32's own rounding."""
     recipe = load_recipe(folder / "reference.yaml")
-    begun = open_session(recipe, case.loss, load(recipe.model)).lora.values()  # type: ignore[arg-type]
+    begun = open_session(recipe, objectives.of_recipe(case.loss, recipe), load(recipe.model)).lora.values()
     ours, theirs = (mx.load(str(folder / name / "adapters.safetensors")) for name in ("case", "reference"))
     assert ours.keys() == theirs.keys() == begun.keys()  # type: ignore[union-attr]
 

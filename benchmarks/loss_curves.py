@@ -63,7 +63,7 @@ def curve(bits: int, dtype: str, engine: dict[str, Any], steps: int) -> list[flo
             "train": {"steps": steps, "learning_rate": 1e-3, "lr_schedule": "constant"},
         }
     )
-    rows = open_data(recipe, "sft", loaded.tokenizer).train
+    rows = open_data(recipe, loaded.tokenizer).train
     lora = lora_module.attach(model, rank=8, scale=2.0)
     backward = backward_of(model, lora, engine, objectives.sft, no_meter)
     optimizer = Optimizer(recipe.train, steps)

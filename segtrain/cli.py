@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -395,7 +395,7 @@ def _load(recipe: Path | None, changes: list[str] | None, command: str) -> "Reci
     return loaded
 
 
-def _train(loss: Literal["sft", "orpo"], recipe: "Recipe", *, dry_run: bool, **flags: bool) -> int:
+def _train(loss: str, recipe: "Recipe", *, dry_run: bool, **flags: bool) -> int:
     from segtrain.memory.backends import set_buffers
 
     set_buffers(os.environ, recipe.data.max_seq_length)  # before anything imports mlx

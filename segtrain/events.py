@@ -24,7 +24,7 @@ class Memory:
 class RunStarted:
     """The run is set up and training is about to begin, or go on from `first_step`."""
 
-    command: Literal["sft", "orpo"]
+    command: str
     directory: Path
     model: str
     model_type: str

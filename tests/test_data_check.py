@@ -115,7 +115,7 @@ def test_pairs_report_what_is_shared_and_what_falls_back(tmp_path):
     other = [{"role": "user", "content": "another q"}]
     yes, no = [{"role": "assistant", "content": "yes"}], [{"role": "assistant", "content": "no"}]
     rows = [{"chosen": ask + yes, "rejected": ask + no}, {"chosen": ask + yes, "rejected": other + no}]
-    report = check_data(recipe(train=write(tmp_path / "a.jsonl", rows)), "orpo", tokenizer=tokenizer)
+    report = check_data(recipe(train=write(tmp_path / "a.jsonl", rows)), pairs=True, tokenizer=tokenizer)
     assert report.counts["fallbacks"] == 1
     p, q = (len(asked(tokenizer, question)) for question in (ask, other))
     both = (2 * p + 4 + 3) + (p + q + 4 + 3)  # "yes" and "no" are 3 and 2 tokens, and end with one

@@ -35,7 +35,7 @@ def _here(monkeypatch):
 
 
 def opened(path: str, loss: str = "sft", tokenizer=TOKENIZER, **options) -> Data:
-    return open_data(recipe(train=path, **options), loss, tokenizer)  # type: ignore[arg-type]
+    return open_data(recipe(train=path, **options), tokenizer, pairs=loss == "orpo")
 
 
 def rows(data: Data) -> list:

@@ -215,7 +215,7 @@ def test_an_empty_prompt_leaves_nothing_to_score_from():
 def opened(tmp_path, rows, loss="sft", tokenizer=BASE, **options):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return open_data(recipe(train=str(path), **options), loss, tokenizer)
+    return open_data(recipe(train=str(path), **options), tokenizer, pairs=loss == "orpo")
 
 
 def test_a_limit_that_leaves_nothing_says_which_would_do(tmp_path):

@@ -15,7 +15,7 @@ TOKENIZER = byte_level(None)
 
 
 def opened(path: str, **options) -> Data:
-    return open_data(recipe(train=path, **options), "sft", TOKENIZER)
+    return open_data(recipe(train=path, **options), TOKENIZER)
 
 
 @pytest.fixture

@@ -190,7 +190,7 @@ def spotted(tmp_path_factory):
 
 
 def opened(path, rank=0, world=1, **more):
-    return open_data(recipe(train=str(path), max_seq_length=12, **more), "sft", TOKENIZER, rank=rank, world=world)
+    return open_data(recipe(train=str(path), max_seq_length=12, **more), TOKENIZER, rank=rank, world=world)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -76,7 +76,7 @@ class Family:
     stack: LayerStack
     _sft: tuple[float, dict[str, mx.array]] | None = field(default=None)
 
-    def step(self, layout: Layout, loss: objectives.Loss = objectives.sft, size: int = 1) -> Step:
+    def step(self, layout: Layout, loss: objectives.Objective = objectives.sft, size: int = 1) -> Step:
         return SegmentedBackward(self.stack, self.lora, loss, segment_size=size).step(layout)
 
     @property

@@ -127,7 +127,7 @@ def read_data(folder: Path, tokenizer: Any, content: bytes, loss: str, streaming
     path.write_bytes(content)
     recipe = tiny_run.recipe(folder, data__train=str(path), data__streaming=streaming)
     try:
-        data = open_data(recipe, loss, tokenizer)  # type: ignore[arg-type]
+        data = open_data(recipe, tokenizer, pairs=loss == "orpo")
         for _ in range(3):
             next(data.train)
     except UserError as error:

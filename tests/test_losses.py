@@ -1,6 +1,7 @@
 """Losses against naive formulas in double precision, TRL's published definition, and finite differences."""
 
 import math
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -9,13 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segtrain.engine.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE, pair
-from segtrain.engine.objectives import log1mexp, log_odds, orpo, sft, value_and_grad
+from segtrain.engine.objectives import (
+    OBJECTIVES,
+    Scores,
+    for_rows,
+    log1mexp,
+    log_odds,
+    of_recipe,
+    orpo,
+    sft,
+    value_and_grad,
+)
 
 COUNTS = {PROMPT: 4, CHOSEN: 5, REJECTED: 3}
 
 
-def as_sums(prompt: float, chosen: float, rejected: float) -> dict[str, mx.array]:
-    return {PROMPT: mx.array(prompt), CHOSEN: mx.array(chosen), REJECTED: mx.array(rejected)}
+def pair_scores(prompt: float, chosen: float, rejected: float) -> Scores:
+    return Scores({PROMPT: mx.array(prompt), CHOSEN: mx.array(chosen), REJECTED: mx.array(rejected)}, COUNTS)
 
 
 def naive_orpo(sums: dict[str, float], counts: dict[str, int], beta: float, scope: str) -> float:
@@ -29,7 +40,7 @@ def naive_orpo(sums: dict[str, float], counts: dict[str, int], beta: float, scop
 
 
 def test_sft_sums_and_counts():
-    value, grads = value_and_grad(sft, {RESPONSE: mx.array(-6.0)}, {RESPONSE: 4})
+    value, grads = value_and_grad(sft, Scores({RESPONSE: mx.array(-6.0)}, {RESPONSE: 4}))
     assert (value.total.item(), value.weight) == (6.0, 4.0)
     assert grads[RESPONSE].item() == -1.0
 
@@ -38,7 +49,7 @@ def test_sft_sums_and_counts():
 @pytest.mark.parametrize("beta", [0.0, 0.1, 2.5])
 @given(st.floats(-40, 0), st.floats(-40, -0.05), st.floats(-40, -0.05))
 def test_orpo_is_the_formula(scope, beta: float, prompt: float, chosen: float, rejected: float):
-    value = orpo(beta, scope)(as_sums(prompt, chosen, rejected), COUNTS)
+    value = orpo(beta, scope).loss(pair_scores(prompt, chosen, rejected))
     expected = naive_orpo({PROMPT: prompt, CHOSEN: chosen, REJECTED: rejected}, COUNTS, beta, scope)
     assert value.total.item() == pytest.approx(expected, rel=3e-6, abs=3e-6)
     assert value.weight == 1.0
@@ -47,7 +58,7 @@ def test_orpo_is_the_formula(scope, beta: float, prompt: float, chosen: float, r
 @pytest.mark.parametrize("scope", ["full", "response"])
 def test_orpo_gradient_by_finite_differences(scope):
     at = {PROMPT: -7.0, CHOSEN: -4.0, REJECTED: -5.5}
-    _, grads = value_and_grad(orpo(0.7, scope), {name: mx.array(x) for name, x in at.items()}, COUNTS)
+    _, grads = value_and_grad(orpo(0.7, scope), pair_scores(**at))
     for name in at:
         step = 1e-5
         up, down = at | {name: at[name] + step}, at | {name: at[name] - step}
@@ -56,10 +67,25 @@ def test_orpo_gradient_by_finite_differences(scope):
 
 
 def test_beta_zero_is_the_nll_and_gives_the_rejected_response_no_gradient():
-    value, grads = value_and_grad(orpo(0.0), as_sums(-3.0, -4.0, -5.0), COUNTS)
+    value, grads = value_and_grad(orpo(0.0), pair_scores(-3.0, -4.0, -5.0))
     assert value.total.item() == pytest.approx(7 / 9)
     assert value.total.item() == value.metrics["nll"].item()
     assert grads[REJECTED].item() == 0.0
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_reports_the_metrics_that_it_names(name: str):
+    objective = of_recipe(name)
+    sums = {span: mx.array(-1.0) for span in (CHOSEN, PROMPT, REJECTED, RESPONSE)}
+    assert set(objective.loss(Scores(sums, dict.fromkeys(sums, 1))).metrics) == set(objective.metrics)
+
+
+def test_an_objective_of_a_recipe_has_its_sections_settings():
+    section = SimpleNamespace(beta=2.0, sft_scope="response")
+    scores, made = pair_scores(-4.0, -2.0, -3.0), of_recipe("orpo", SimpleNamespace(orpo=section))
+    assert made.loss(scores).total.item() == orpo(2.0, "response").loss(scores).total.item()
+    assert (made.scores_prompt, orpo().scores_prompt) == (False, True)
+    assert [for_rows(pairs=pairs).name for pairs in (False, True)] == ["sft", "orpo"]
 
 
 def test_negative_beta_is_refused():
@@ -68,11 +94,11 @@ def test_negative_beta_is_refused():
 
 
 def test_metrics():
-    metrics = orpo(0.1)(as_sums(-4.0, -2.0, -3.0), COUNTS).metrics
+    metrics = orpo(0.1).loss(pair_scores(-4.0, -2.0, -3.0)).metrics
     assert metrics["chosen_logp"].item() == pytest.approx(-2 / 5)
     assert metrics["rejected_logp"].item() == pytest.approx(-1.0)
     assert metrics["accuracy"].item() == 1.0
-    assert orpo(0.1)(as_sums(-4.0, -9.0, -3.0), COUNTS).metrics["accuracy"].item() == 0.0
+    assert orpo(0.1).loss(pair_scores(-4.0, -9.0, -3.0)).metrics["accuracy"].item() == 0.0
 
 
 EXTREMES = [0.0, -0.0, -1e-45, -1e-9, -1e-7, -1e-6, -1e-5, -0.6931472, -50.0, -1e3, -1e30]
@@ -82,12 +108,12 @@ EXTREMES = [0.0, -0.0, -1e-45, -1e-9, -1e-7, -1e-6, -1e-5, -0.6931472, -50.0, -1
 @pytest.mark.parametrize("rejected", EXTREMES)
 def test_no_nan_and_finite_gradients_at_the_ends(chosen: float, rejected: float):
     """Responses of probability 1 (log-prob 0), of probability 0, and all between."""
-    value, grads = value_and_grad(orpo(0.1), as_sums(-1.0, chosen, rejected), COUNTS)
+    value, grads = value_and_grad(orpo(0.1), pair_scores(-1.0, chosen, rejected))
     assert all(math.isfinite(x.item()) for x in (value.total, *value.metrics.values(), *grads.values()))
 
 
 def test_a_log_prob_that_rounds_above_zero_is_finite_too():
-    value, grads = value_and_grad(orpo(0.1), as_sums(-1.0, 1e-6, 2e-7), COUNTS)
+    value, grads = value_and_grad(orpo(0.1), pair_scores(-1.0, 1e-6, 2e-7))
     assert all(math.isfinite(x.item()) for x in (value.total, *grads.values()))
 
 
@@ -132,5 +158,5 @@ def test_full_scope_is_trls_definition(sizes: tuple[int, int, int]):
         z = logits[span.stream][np.array(span.rows.tolist())]
         logp = z - np.log(np.exp(z).sum(-1, keepdims=True))
         sums[name] = mx.array(float(logp[np.arange(len(z)), span.targets.tolist()].sum()))
-    value = orpo(0.3)(sums, {name: len(span) for name, span in layout.spans.items()})
+    value = orpo(0.3).loss(Scores(sums, {name: len(span) for name, span in layout.spans.items()}))
     assert value.total.item() == pytest.approx(trl_orpo(logits[0], ids[0], logits[1], ids[1], prompt, 0.3), rel=2e-6)

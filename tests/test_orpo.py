@@ -20,6 +20,7 @@ from test_losses import trl_orpo
 from segtrain.engine import objectives
 from segtrain.engine.backward import FullBackward, SegmentedBackward, Step
 from segtrain.engine.layouts import Layout, Stream, padded, pair, shared_prefix
+from segtrain.engine.objectives import Objective
 from segtrain.lora.layers import Lora
 from segtrain.models import stream_ops
 from segtrain.models.stack import LayerStack
@@ -85,18 +86,17 @@ def contributions(name: str, layout: Layout) -> dict[str, float]:
     stack, lora = setup(name)
     slopes: dict[str, float] = {}
 
-    def spy(sums, counts):
-        value, grads = objectives.value_and_grad(objectives.orpo(BETA), sums, counts)
+    def spy(scores):
+        value, grads = objectives.value_and_grad(objectives.orpo(BETA), scores)
         slopes.update({span: grad.item() for span, grad in grads.items()})
         return value
 
-    SegmentedBackward(stack, lora, spy).evaluate(layout)  # calls its loss once
+    SegmentedBackward(stack, lora, Objective("spy", spy)).evaluate(layout)  # calls its loss once
     assert all(slopes.values())
     sizes = dict.fromkeys(lora.values(), 0.0)
     for span, slope in slopes.items():
-        one = FullBackward(stack, lora, lambda sums, _, span=span: objectives.LossValue(sums[span], 1.0, {})).step(
-            layout
-        )
+        alone = Objective("one span", lambda scores, span=span: objectives.LossValue(scores.sums[span], 1.0, {}))
+        one = FullBackward(stack, lora, alone).step(layout)
         for parameter, grad in one.grads.items():
             sizes[parameter] += abs(slope) * tiny.norm(grad)
     return sizes

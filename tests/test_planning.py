@@ -14,13 +14,13 @@ from segtrain.engine.layouts import Layout
 from segtrain.errors import RunFailed
 from segtrain.events import Memory, Notice, PlanChosen
 from segtrain.lora import layers as lora_module
-from segtrain.memory import planning
 from segtrain.memory.backends import BACKENDS
 from segtrain.memory.meter import Meter
 from segtrain.memory.plan import Plan
 from segtrain.models.load import Loaded
 from segtrain.models.stack import LayerStack
 from segtrain.recipe.schema import Recipe
+from segtrain.run import planning
 from segtrain.run.planning import CREEP_STEPS, Creep, Planner, Watch
 from segtrain.run.session import Session
 
@@ -75,7 +75,7 @@ def test_a_pairs_plan_counts_its_own_prompt() -> None:
     peaks = []
     for share in (0.9, 0.1):
         mine = planner(backward="full")
-        mine.session.loss, mine.session.shares_prefix = objectives.orpo(), True
+        mine.session.objective, mine.session.shares_prefix = objectives.orpo(), True
         peaks.append(chosen(mine, {"longest": 1900, "prompt_share": share})["peak_gib"])
     assert peaks[0] < peaks[1]
 

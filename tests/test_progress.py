@@ -392,7 +392,7 @@ def test_models_wraps_its_notes():
     row = {
         "model_type": "llama",
         "sft": True,
-        "orpo": False,
+        "pairs": False,
         "shared_prefix": True,
         "quantised": True,
         "moe_lora": None,

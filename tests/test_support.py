@@ -44,10 +44,10 @@ def test_rows():
     assert rows["mistral"] == support.Row("mistral", True, True, True, True, None, "runs as llama")
     assert rows["qwen3_moe"].moe_lora is True
     assert rows["mamba"].shared_prefix is False
-    assert rows["mamba"].orpo is True
+    assert rows["mamba"].pairs is True
     assert "two streams" in rows["mamba"].notes
     bitnet = rows["bitnet"]
-    assert (bitnet.sft, bitnet.orpo, bitnet.shared_prefix, bitnet.quantised) == (False,) * 4
+    assert (bitnet.sft, bitnet.pairs, bitnet.shared_prefix, bitnet.quantised) == (False,) * 4
     assert "ternary" in bitnet.notes
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny_run
 
+from segtrain.engine import objectives
 from segtrain.engine.backward import Step
 from segtrain.errors import RunFailed, UserError
 from segtrain.events import DataRead, Evaluated, Event, Memory, Notice, PlanChosen, RunEnded, RunStarted, TrainStep
@@ -19,7 +20,7 @@ from segtrain.models.load import load
 from segtrain.run.guards import ALLOWANCE, SLACK, WARM_UP, Growth
 from segtrain.run.state import SETTLED, RunningLoss, RunState
 from segtrain.run.trainer import Trainer, total_steps
-from segtrain.run.updates import Updates, is_out_of_memory, metric_names
+from segtrain.run.updates import Updates, is_out_of_memory
 from segtrain.storage import checkpoint
 from segtrain.storage.run_directory import best
 
@@ -300,8 +301,5 @@ def test_state_round_trip() -> None:
     assert RunState.from_json(json.loads(json.dumps(state.as_json()))) == state
 
 
-def test_metric_names() -> None:
-    from segtrain.engine import objectives
-
-    assert metric_names(objectives.sft) == []
-    assert set(metric_names(objectives.orpo())) == ORPO - {"shared_tokens"}
+def test_the_lines_of_a_pair_have_the_objectives_metrics() -> None:
+    assert set(objectives.orpo().metrics) == ORPO - {"shared_tokens"}

@@ -11,6 +11,7 @@ import tiny_configs
 from mlx.utils import tree_flatten
 
 from segtrain.data.rows import Origin, PreferenceRow, SupervisedRow
+from segtrain.engine import objectives
 from segtrain.errors import UserError
 from segtrain.models import support
 from segtrain.models.load import load
@@ -18,7 +19,7 @@ from segtrain.models.stack import LayerStack
 from segtrain.models.stream_ops import StreamCache
 from segtrain.recipe.schema import Recipe
 from segtrain.run import verify
-from segtrain.run.session import LossName, Session, open_session
+from segtrain.run.session import Session, open_session
 from segtrain.run.verify import check_unproven, compare, verify_gradients
 
 HERE = Origin("row", 1)
@@ -53,8 +54,8 @@ def recipe(model: Path, data: Path = Path("none"), **engine: object) -> Recipe:
     )
 
 
-def session(model: Path, loss: LossName = "sft", **engine: object) -> Session:
-    return open_session(recipe(model, **engine), loss, load(str(model)))
+def session(model: Path, loss: str = "sft", **engine: object) -> Session:
+    return open_session(recipe(model, **engine), objectives.of_recipe(loss), load(str(model)))
 
 
 def lines(path: Path, *rows: dict) -> Path:

@@ -12,7 +12,7 @@ from mlx_lm.tuner.trainer import default_loss
 
 from segtrain.engine.backward import SegmentedBackward
 from segtrain.engine.layouts import Layout, single
-from segtrain.engine.objectives import Loss
+from segtrain.engine.objectives import Objective
 from segtrain.engine.segments import layer_cuts, leanest_boundaries
 from segtrain.lora import layers as lora_module
 from segtrain.lora.layers import Lora, swapped
@@ -123,13 +123,15 @@ def attach(model: nn.Module, **options: Any) -> Lora:
     return lora
 
 
-def segmented(stack: LayerStack, lora: Lora, loss: Loss, *, leanest: bool = False, **options: Any) -> SegmentedBackward:
+def segmented(
+    stack: LayerStack, lora: Lora, objective: Objective, *, leanest: bool = False, **options: Any
+) -> SegmentedBackward:
     """The engine; `leanest`: with the fewest boundaries with which backward holds the fewest edges."""
     if leanest:
         size, keep = options.get("segment_size", 1), options.get("keep", 0)
         _, trained = layer_cuts(len(stack), size, lowest=lora.lowest, keep=keep)
         options["boundaries"], _ = leanest_boundaries(len(trained))
-    return SegmentedBackward(stack, lora, loss, **options)
+    return SegmentedBackward(stack, lora, objective, **options)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

@@ -5,7 +5,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -68,20 +68,21 @@ class CheckReport:
 
 def check_data(
     recipe: Recipe,
-    loss: Literal["sft", "orpo"] | None = None,
     *,
+    pairs: bool | None = None,
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
     workers: int | None = None,
 ) -> CheckReport:
     """Encode every training and validation row of `recipe` and count what would be learnt of them.
 
-    `loss` says what the rows must suit (None: whatever they are); the tokenizer is the model's unless it is given.
+    `pairs` says whether the rows must be preference pairs or must not (None: whatever they are); the tokenizer is the
+    model's unless it is given.
     `workers` processes tokenise (default: one for each CPU, none for small sets).
     Raises UserError for malformed rows, the first of them named, and where nothing is left to learn.
     """
     tokenizer = tokenizer or load_tokenizer(recipe.model, recipe.trust_remote_code)
-    checker = _Checker(recipe, loss, tokenizer, progress or (lambda done, total: None), workers)
+    checker = _Checker(recipe, pairs, tokenizer, progress or (lambda done, total: None), workers)
     return checker.report()
 
 
@@ -140,10 +141,10 @@ class _Seen:
 
 class _Checker:
     def __init__(
-        self, recipe: Recipe, loss: str | None, tokenizer: Tokenizer, progress: Progress, workers: int | None
+        self, recipe: Recipe, pairs: bool | None, tokenizer: Tokenizer, progress: Progress, workers: int | None
     ) -> None:
         self.recipe, self.section, self.progress = recipe, recipe.data, progress
-        self.pipeline = Pipeline(recipe.data, loss, tokenizer)
+        self.pipeline = Pipeline(recipe.data, pairs, tokenizer)
         self.workers = workers
         self.sample: Row | None = None
         self.sought = 0

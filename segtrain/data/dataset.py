@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, overload
 
 from segtrain.data.accounting import Tally
 from segtrain.data.chat import ChatTemplate
@@ -27,8 +27,6 @@ from segtrain.data.sources import Located, locate
 from segtrain.data.tokenizer import Codec, Tokenizer
 from segtrain.errors import UserError
 from segtrain.recipe.schema import DataRecipe, Recipe
-
-Loss: TypeAlias = Literal["sft", "orpo"]
 
 # Sets up to this size are counted in full when they are opened; of larger ones a sample is.
 EXACT_ROWS, EXACT_BYTES = 2_000, 16 << 20
@@ -121,8 +119,8 @@ class Data:
 class Pipeline:
     """Raw rows to encoded ones; each file has its own form and columns."""
 
-    def __init__(self, recipe: DataRecipe, loss: str | None, tokenizer: Tokenizer) -> None:
-        self.recipe, self.loss = recipe, loss
+    def __init__(self, recipe: DataRecipe, pairs: bool | None, tokenizer: Tokenizer) -> None:
+        self.recipe, self.pairs = recipe, pairs
         codec = Codec(tokenizer)
         template = ChatTemplate(codec, recipe.chat_template)
         self.encoder = Encoder(codec, template, recipe.max_seq_length, recipe.on_long, recipe.supervise)
@@ -156,23 +154,24 @@ class Pipeline:
         """The reader of the row's file."""
         name = raw.origin.file
         if name not in self.readers:
-            self.readers[name] = Reader(self.recipe.format, self.columns.get(name, self.recipe.columns), self.loss)
+            self.readers[name] = Reader(self.recipe.format, self.columns.get(name, self.recipe.columns), self.pairs)
         return self.readers[name]
 
 
-def open_data(recipe: Recipe, loss: Loss, tokenizer: Tokenizer, *, rank: int = 0, world: int = 1) -> Data:
-    """Open what `recipe.data` names, to train with `loss`; rank r of `world` gets rows r, r + world, ... of one order.
+def open_data(recipe: Recipe, tokenizer: Tokenizer, *, pairs: bool = False, rank: int = 0, world: int = 1) -> Data:
+    """Open what `recipe.data` names: preference `pairs`, or examples. Rank r of `world` gets rows r, r + world, ... of
+    one order.
 
     Sets of up to 2,000 rows (and 16 MiB) are counted in full, others by a seeded sample (`counts["sampled"]`).
     Raises UserError, with file and line where there is one, for anything wrong with the data.
     """
-    return _Opening(recipe, loss, tokenizer).data(rank, world)
+    return _Opening(recipe, pairs, tokenizer).data(rank, world)
 
 
 class _Opening:
-    def __init__(self, recipe: Recipe, loss: Loss, tokenizer: Tokenizer) -> None:
-        self.recipe, self.section, self.loss = recipe, recipe.data, loss
-        self.pipeline = Pipeline(recipe.data, loss, tokenizer)
+    def __init__(self, recipe: Recipe, pairs: bool, tokenizer: Tokenizer) -> None:
+        self.recipe, self.section, self.pairs = recipe, recipe.data, pairs
+        self.pipeline = Pipeline(recipe.data, pairs, tokenizer)
         self.seed = recipe.train.seed
         self.notices: list[str] = []
 
@@ -259,11 +258,10 @@ class _Opening:
         """The counts scaled to all rows; raises UserError where nothing can be learnt from them."""
         limit = self.section.max_seq_length
         tally.require_rows(name, limit)
-        preference = self.loss == "orpo"
-        if preference:
+        if self.pairs:
             tally.require_difference(name)
         self.notices += tally.notices(name, limit, sampled)
-        counts = tally.counts(preference)
+        counts = tally.counts(self.pairs)
         if not sampled:
             return counts, tally.rows
         factor = rows / tally.seen

@@ -100,8 +100,10 @@ class Reader:
     The form is the recipe's `format`, or else whatever the first row is in; a later row in another form is an error.
     """
 
-    def __init__(self, format: str = "auto", columns: Mapping[str, str] | None = None, loss: str | None = None) -> None:
-        self.format, self.columns, self.loss = format, dict(columns or {}), loss
+    def __init__(
+        self, format: str = "auto", columns: Mapping[str, str] | None = None, pairs: bool | None = None
+    ) -> None:
+        self.format, self.columns, self.pairs = format, dict(columns or {}), pairs
         self.form: Form | None = None
         self.first: Origin | None = None
 
@@ -131,12 +133,12 @@ class Reader:
         )
 
     def _settle(self, form: Form, origin: Origin) -> None:
-        if self.loss == "orpo" and form.format != "preference":
+        if self.pairs is True and form.format != "preference":
             raise UserError(
                 f"{origin}: ORPO needs the fields chosen and rejected, but this is a {form.label} row; "
                 "name them with data.columns, or train with `segtrain sft`"
             )
-        if self.loss == "sft" and form.format == "preference":
+        if self.pairs is False and form.format == "preference":
             raise UserError(
                 f"{origin}: this is a preference row; train with `segtrain orpo`, or learn one response of it with "
                 "data.columns: {completion: chosen}"

@@ -30,7 +30,7 @@ import mlx.core as mx
 
 from segtrain.engine.head import PADDED_ROWS, Scorer, cotangent, log_softmax_at, padded_rows, score, scorer
 from segtrain.engine.layouts import Layout, Span, Stream
-from segtrain.engine.objectives import Loss, LossValue, value_and_grad
+from segtrain.engine.objectives import LossValue, Objective, Scores, value_and_grad
 from segtrain.engine.segments import HIDDEN, Segment, grouped, layer_cuts, split
 from segtrain.lora.flat import Packed
 from segtrain.lora.layers import Lora, swapped
@@ -137,7 +137,7 @@ class SegmentedBackward:
         self,
         stack: Stack,
         lora: Lora,
-        loss: Loss,
+        objective: Objective,
         *,
         segment_size: int = 1,
         head_chunk: int = 256,
@@ -149,7 +149,7 @@ class SegmentedBackward:
     ):
         if head_chunk < 1:
             raise ValueError(f"head_chunk must be at least 1, not {head_chunk}")
-        self.stack, self.lora, self.loss, self.meter = stack, lora, loss, meter
+        self.stack, self.lora, self.objective, self.meter = stack, lora, objective, meter
         self.head_chunk, self.lookahead = head_chunk, lookahead
         self.compiled = compiled and not lora.dropout  # a traced graph would hold the first row's dropout masks
         self._traced: dict[tuple, Callable] = {}
@@ -194,7 +194,7 @@ class SegmentedBackward:
                 scores = self._score(layout, number, h, settle, gradient=False)
                 sums |= {name: logp for name, (_, logp, _) in scores.items()}
         settle.drain()
-        return self.loss(sums, _counts(layout))
+        return self.objective.loss(Scores(sums, _counts(layout)))
 
     def _forward(
         self,
@@ -242,7 +242,7 @@ class SegmentedBackward:
         """The loss, and its gradient with respect to each stream's last hidden states, which are let go of."""
         scores = [self._score(layout, n, h, settle, gradient=True) for n, h in enumerate(hidden)]
         sums = {name: logp for stream in scores for name, (_, logp, _) in stream.items()}
-        value, slopes = value_and_grad(self.loss, sums, _counts(layout))
+        value, slopes = value_and_grad(self.objective, Scores(sums, _counts(layout)))
         dhs = []
         for h, stream in zip(hidden, scores, strict=True):
             dhs.append(cotangent(h, [(span, units, slopes[name]) for name, (span, _, units) in stream.items()]))
@@ -360,8 +360,10 @@ class FullBackward:
     `PADDED_ROWS`.
     """
 
-    def __init__(self, stack: Stack, lora: Lora, loss: Loss, *, compiled: bool = False, meter: Meter = no_meter):
-        self.stack, self.lora, self.loss, self.meter = stack, lora, loss, meter
+    def __init__(
+        self, stack: Stack, lora: Lora, objective: Objective, *, compiled: bool = False, meter: Meter = no_meter
+    ):
+        self.stack, self.lora, self.objective, self.meter = stack, lora, objective, meter
         self.compiled = compiled and not lora.dropout  # as in `SegmentedBackward`
         self._traced: dict[tuple, Callable] = {}
 
@@ -419,7 +421,7 @@ class FullBackward:
                 if layout.spans[name].stream == number:
                     picked = logits if layout.scores_all(name) else mx.take(logits, rows, axis=-2)
                     sums[name] = (log_softmax_at(picked, targets) * weights).sum()
-        value = self.loss(sums, counts)
+        value = self.objective.loss(Scores(sums, counts))
         return value.total, value.metrics
 
     def _inputs(self, layout: Layout) -> tuple[list[mx.array], dict[str, tuple], dict[str, mx.array]]:
@@ -432,7 +434,7 @@ class FullBackward:
 
     def _weight(self, layout: Layout) -> float:
         zeros = {name: mx.array(0.0) for name in layout.spans}
-        return float(self.loss(zeros, _counts(layout)).weight)
+        return float(self.objective.loss(Scores(zeros, _counts(layout))).weight)
 
 
 def _counts(layout: Layout) -> dict[str, int]:

@@ -1,7 +1,8 @@
-"""Losses: pure functions of the spans' log-probabilities.
+"""Objectives: what is minimised, one entry each. The rest of segtrain asks the entry and knows no loss by name.
 
-A loss sees each span's *sum* of token log-probs (float32 scalar) and its token count. So its gradient is one number
-per span, and the head needs a single pass: it keeps each span's unit gradient d(sum)/dh and scales it afterwards.
+A loss is a pure function of the spans' log-probabilities. It sees each span's *sum* of token log-probs (float32
+scalar) and its token count. So its gradient is one number per span, and the head needs a single pass: it keeps each
+span's unit gradient d(sum)/dh and scales it afterwards.
 
 A value is a total with a weight: an update divides the totals (and gradients) of its rows by the sum of their
 weights. For `sft` the weight is the number of supervised tokens, so accumulation gives the mean over tokens, not a
@@ -18,8 +19,8 @@ gradient, so that neither log_odds nor its slope overflows.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
 
@@ -40,20 +41,50 @@ class LossValue:
     metrics: dict[str, mx.array]
 
 
-Loss: TypeAlias = Callable[[Sums, Counts], LossValue]
+@dataclass(frozen=True)
+class Scores:
+    """By span: the sum of its tokens' log-probs, float32, and their number; `reference`: the base model's sums."""
+
+    sums: Sums
+    counts: Counts
+    reference: Sums = field(default_factory=dict)
 
 
-def sft(sums: Sums, counts: Counts) -> LossValue:
-    """Cross-entropy summed over the supervised tokens."""
-    return LossValue(-sums[RESPONSE], counts[RESPONSE], {})
+Loss: TypeAlias = Callable[[Scores], LossValue]
 
 
-def orpo(beta: float = 0.1, sft_scope: Literal["full", "response"] = "full") -> Loss:
+@dataclass(frozen=True)
+class Objective:
+    """A loss and what it asks of the rows.
+
+    `metrics`: names of what it reports beside its total. `pairs`: rows are a chosen and a rejected response to one
+    prompt, else examples. `scores_prompt`: a pair's prompt is a span too. `needs_reference`: the loss sees the sums
+    of the model without adapter.
+    """
+
+    name: str
+    loss: Loss
+    metrics: tuple[str, ...] = ()
+    pairs: bool = False
+    scores_prompt: bool = False
+    needs_reference: bool = False
+
+
+def _cross_entropy(scores: Scores) -> LossValue:
+    return LossValue(-scores.sums[RESPONSE], scores.counts[RESPONSE], {})
+
+
+sft = Objective("sft", _cross_entropy)
+"""Cross-entropy summed over the supervised tokens."""
+
+
+def orpo(beta: float = 0.1, sft_scope: Literal["full", "response"] = "full") -> Objective:
     """The ORPO loss of one pair. `sft_scope: full` takes the NLL over prompt and chosen, as TRL does."""
     if beta < 0:
         raise ValueError(f"orpo.beta must be 0 or more, not {beta}")
 
-    def loss(sums: Sums, counts: Counts) -> LossValue:
+    def loss(scores: Scores) -> LossValue:
+        sums, counts = scores.sums, scores.counts
         chosen, rejected = sums[CHOSEN] / counts[CHOSEN], sums[REJECTED] / counts[REJECTED]
         nll = -chosen
         if sft_scope == "full" and PROMPT in sums:
@@ -68,7 +99,25 @@ def orpo(beta: float = 0.1, sft_scope: Literal["full", "response"] = "full") -> 
         }
         return LossValue(nll + beta * mx.logaddexp(mx.array(0.0), -odds), 1.0, metrics)
 
-    return loss
+    metrics = ("accuracy", "chosen_logp", "log_odds", "nll", "rejected_logp")
+    return Objective("orpo", loss, metrics, pairs=True, scores_prompt=sft_scope == "full")
+
+
+OBJECTIVES: dict[str, Callable[[Any], Objective]] = {
+    "sft": lambda section: sft,
+    "orpo": lambda section: orpo(section.beta, section.sft_scope) if section else orpo(),
+}
+"""By the name of command and recipe section: the objective that the section (None: its defaults) describes."""
+
+
+def of_recipe(name: str, recipe: Any = None) -> Objective:
+    """The objective of that name, with the settings of the recipe's section of the same name."""
+    return OBJECTIVES[name](getattr(recipe, name, None))
+
+
+def for_rows(*, pairs: bool, recipe: Any = None) -> Objective:
+    """The first objective for such rows: where any will do, as in a check of gradients."""
+    return next(found for name in OBJECTIVES if (found := of_recipe(name, recipe)).pairs == pairs)
 
 
 def log_odds(logp: mx.array) -> mx.array:
@@ -86,13 +135,10 @@ def log1mexp(x: mx.array) -> mx.array:
     return mx.where(near, mx.log(-mx.expm1(mx.where(near, x, -1.0))), mx.log1p(-mx.exp(mx.where(near, -1.0, x))))
 
 
-def value_and_grad(loss: Loss, sums: Sums, counts: Counts) -> tuple[LossValue, dict[str, mx.array]]:
+def value_and_grad(objective: Objective, scores: Scores) -> tuple[LossValue, dict[str, mx.array]]:
     """The loss, and its gradient with respect to each span's sum."""
-    value: list[LossValue] = []
 
-    def total(inputs: dict[str, mx.array]) -> mx.array:
-        value.append(loss(inputs, counts))
-        return value[-1].total
+    def total(sums: dict[str, mx.array]) -> mx.array:
+        return objective.loss(replace(scores, sums=sums)).total
 
-    grads = mx.grad(total)(dict(sums))
-    return loss(sums, counts), grads
+    return objective.loss(scores), mx.grad(total)(dict(scores.sums))

@@ -195,7 +195,7 @@ class Row:
 
     model_type: str
     sft: bool
-    orpo: bool
+    pairs: bool
     shared_prefix: bool
     quantised: bool
     moe_lora: bool | None
@@ -245,7 +245,7 @@ def refuse(config: Mapping[str, Any]) -> None:
 def as_markdown() -> str:
     """The table of `docs/models.md`."""
     cells = [_cells(row) for row in table()]
-    head = ["model_type", "SFT", "ORPO", "shared prefix", "quantised", "LoRA on experts", "notes"]
+    head = ["model_type", "SFT", "pairs", "shared prefix", "quantised", "LoRA on experts", "notes"]
     lines = [head, ["---"] * len(head), *cells]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -280,7 +280,7 @@ def _row(model_type: str) -> Row:
 
 
 def _cells(row: Row) -> list[str]:
-    marks = [row.sft, row.orpo, row.shared_prefix, row.quantised, row.moe_lora]
+    marks = [row.sft, row.pairs, row.shared_prefix, row.quantised, row.moe_lora]
     return [f"`{row.model_type}`", *("-" if mark is None else "yes" if mark else "no" for mark in marks), row.notes]
 
 

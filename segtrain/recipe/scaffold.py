@@ -3,7 +3,6 @@
 import contextlib
 import os
 from pathlib import Path
-from typing import Literal
 
 from segtrain.errors import UserError
 
@@ -70,7 +69,7 @@ output:
 """
 
 
-def recipe_text(loss: Literal["sft", "orpo"], path: Path) -> str:
+def recipe_text(loss: str, path: Path) -> str:
     """The commented recipe for a file called `path`."""
     title = "Supervised fine-tuning." if loss == "sft" else "Preference fine-tuning (ORPO)."
     head = _HEAD.format(title=title, name=path, loss=loss)
@@ -78,7 +77,7 @@ def recipe_text(loss: Literal["sft", "orpo"], path: Path) -> str:
     return head + (_SFT_DATA if loss == "sft" else _ORPO_DATA) + tail
 
 
-def write_recipe(path: Path, loss: Literal["sft", "orpo"], *, overwrite: bool = False) -> None:
+def write_recipe(path: Path, loss: str, *, overwrite: bool = False) -> None:
     """Write it. Raises UserError where `path` exists (without `overwrite`) or can't be written."""
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists; give another --out, or --overwrite to replace it")

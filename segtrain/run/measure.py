@@ -80,8 +80,7 @@ def _backward(loaded: Loaded, recipe: Recipe | None, plan: Plan, meter: Meter, *
     lora = lora_module.attach(loaded.model, **options)
     stack = LayerStack(loaded.model)
     stack.mlp_rows, stack.dequantize = plan.mlp_rows, plan.dequantize
-    loss = objectives.orpo(0.1, "full") if preference else objectives.sft
-    return make_backward(plan, stack, lora, loss, meter)
+    return make_backward(plan, stack, lora, objectives.for_rows(pairs=preference), meter)
 
 
 def _layout(row: RowShape, vocabulary: int, at_most: int | None = None) -> Layout:

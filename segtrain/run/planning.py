@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from segtrain.attention import dispatch
-from segtrain.engine import objectives
 from segtrain.engine.backward import Backward
 from segtrain.engine.layouts import Layout
 from segtrain.errors import RunFailed
@@ -195,7 +194,7 @@ class Planner:
     def _row(self, length: int) -> RowShape:
         row = choices.row_of(
             length,
-            preference=self.session.loss is not objectives.sft,
+            preference=self.session.objective.pairs,
             shared=self.session.shares_prefix,
             prompt_share=self.prompt_share,
         )

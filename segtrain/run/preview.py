@@ -232,13 +232,13 @@ def _lengths(recipe: "Recipe | None", name: str) -> Lengths:
         tokenizer = load_tokenizer(name, recipe.trust_remote_code)
     except UserError as error:
         return Lengths(preference=preference, note=f"planned by max_seq_length alone: {error}")
-    for loss in ("orpo",) if preference else ("sft", "orpo"):
+    for pairs in (True,) if preference else (False, True):
         try:
-            counts = open_data(recipe, loss, tokenizer).counts  # type: ignore[arg-type]
+            counts = open_data(recipe, tokenizer, pairs=pairs).counts
         except UserError as error:
             errors.append(error)
         else:
-            return _counted(counts, loss == "orpo", recipe.data.max_seq_length)
+            return _counted(counts, pairs, recipe.data.max_seq_length)
     return Lengths(preference=preference, note=f"planned by max_seq_length alone: {errors[0]}")
 
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import mlx.core as mx
 
 from segtrain.attention.dispatch import align, backend, follow
 from segtrain.data.rows import PreferenceRow, Row
-from segtrain.engine import objectives
 from segtrain.engine.backward import Backward, FullBackward, Meter, SegmentedBackward, no_meter
 from segtrain.engine.layouts import Layout, padded, pair, shared_prefix, single
+from segtrain.engine.objectives import Objective
 from segtrain.errors import UserError
 from segtrain.lora.layers import Lora, attach
 from segtrain.memory import machine
@@ -22,20 +22,18 @@ from segtrain.models.stack import LayerStack, UnsupportedModel
 from segtrain.models.support import shares_prefix
 from segtrain.recipe.schema import Recipe
 
-LossName: TypeAlias = Literal["sft", "orpo"]
-
 SHARING_PAYS_FROM = 16  # prompt tokens below which two streams are no dearer than the split attention of one
 
 
 @dataclass
 class Session:
-    """A model ready to train: LoRA attached, layers captured. `shares_prefix`: prompts are computed once (ORPO)."""
+    """A model ready to train: LoRA attached, layers captured. `shares_prefix`: pairs' prompts are computed once."""
 
     recipe: Recipe
     loaded: Loaded
     lora: Lora
     stack: LayerStack
-    loss: objectives.Loss
+    objective: Objective
     shares_prefix: bool
     notices: list[str] = field(default_factory=list)
     align: int = 1
@@ -45,14 +43,14 @@ class Session:
         if not isinstance(row, PreferenceRow):
             layout = single(row.tokens, row.supervised)
         elif self.shares(row):
-            layout = shared_prefix(row.prompt, row.chosen, row.rejected, score_prompt=self._scores_prompt)
+            layout = shared_prefix(row.prompt, row.chosen, row.rejected, score_prompt=self.objective.scores_prompt)
         else:
             layout = pair(
                 row.prompt,
                 row.chosen,
                 row.rejected,
                 rejected_prompt=row.rejected_prompt,
-                score_prompt=self._scores_prompt,
+                score_prompt=self.objective.scores_prompt,
             )
         return padded(layout, self.align)
 
@@ -61,23 +59,17 @@ class Session:
         return self.shares_prefix and row.rejected_prompt is None and len(row.prompt) >= SHARING_PAYS_FROM
 
     def backward(self, plan: Plan, meter: Meter = no_meter) -> Backward:
-        return make_backward(plan, self.stack, self.lora, self.loss, meter)
-
-    @property
-    def _scores_prompt(self) -> bool:
-        return self.recipe.orpo.sft_scope == "full"
+        return make_backward(plan, self.stack, self.lora, self.objective, meter)
 
 
-def make_backward(
-    plan: Plan, stack: LayerStack, lora: Lora, loss: objectives.Loss, meter: Meter = no_meter
-) -> Backward:
+def make_backward(plan: Plan, stack: LayerStack, lora: Lora, objective: Objective, meter: Meter = no_meter) -> Backward:
     """The backward pass that runs `plan`."""
     if plan.backward == "full":
-        return FullBackward(stack, lora, loss, compiled=plan.compiled, meter=meter)
+        return FullBackward(stack, lora, objective, compiled=plan.compiled, meter=meter)
     return SegmentedBackward(
         stack,
         lora,
-        loss,
+        objective,
         segment_size=plan.segment_size,
         head_chunk=plan.head_chunk,
         keep=plan.keep,
@@ -88,7 +80,7 @@ def make_backward(
     )
 
 
-def open_session(recipe: Recipe, loss: LossName, loaded: Loaded) -> Session:
+def open_session(recipe: Recipe, objective: Objective, loaded: Loaded) -> Session:
     """Attach LoRA to a loaded model and capture its layers.
 
     Raises UserError for what the recipe or the model can't do, RunFailed where mlx's quantised products are wrong here.
@@ -110,9 +102,8 @@ def open_session(recipe: Recipe, loss: LossName, loaded: Loaded) -> Session:
         stack = LayerStack(loaded.model)
     except (UnsupportedModel, ValueError) as error:
         raise UserError(str(error)) from error
-    shares, notices = _prefix_sharing(recipe, loss, stack, str(loaded.config.get("model_type")))
-    function = objectives.sft if loss == "sft" else objectives.orpo(recipe.orpo.beta, recipe.orpo.sft_scope)
-    return Session(recipe, loaded, lora, stack, function, shares, notices, align(backend()))
+    shares, notices = _prefix_sharing(recipe, objective, stack, str(loaded.config.get("model_type")))
+    return Session(recipe, loaded, lora, stack, objective, shares, notices, align(backend()))
 
 
 def parameter_counts(session: Session) -> tuple[int, int]:
@@ -127,8 +118,8 @@ def parameter_counts(session: Session) -> tuple[int, int]:
     return trainable, total
 
 
-def _prefix_sharing(recipe: Recipe, loss: LossName, stack: LayerStack, model_type: str) -> tuple[bool, list[str]]:
-    if loss != "orpo" or not recipe.engine.prefix_sharing:
+def _prefix_sharing(recipe: Recipe, objective: Objective, stack: LayerStack, model_type: str) -> tuple[bool, list[str]]:
+    if not objective.pairs or not recipe.engine.prefix_sharing:
         return False, []
     if not (stack.shares_prefix and shares_prefix(model_type)):
         return False, ["this model can't share a prompt between chosen and rejected: each pair runs as two streams"]

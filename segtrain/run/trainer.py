@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from segtrain.data import Data, open_data
+from segtrain.engine import objectives
 from segtrain.errors import UserError
 from segtrain.events import DataRead, Event, Notice, RunEnded, RunStarted, TrainStep
 from segtrain.memory.meter import Meter
@@ -25,7 +26,7 @@ from segtrain.run.keeper import Keeper
 from segtrain.run.optimizer import Optimizer
 from segtrain.run.planning import Planner, Watch
 from segtrain.run.sampling import generate
-from segtrain.run.session import LossName, Session, open_session, summary
+from segtrain.run.session import Session, open_session, summary
 from segtrain.run.state import RunState
 from segtrain.run.updates import Update, Updates
 from segtrain.run.validation import Validation
@@ -40,7 +41,7 @@ class Trainer:
     def __init__(
         self,
         recipe: Recipe,
-        loss: LossName = "sft",
+        loss: str = "sft",
         *,
         resume: bool = False,
         overwrite: bool = False,
@@ -61,8 +62,9 @@ class Trainer:
                 run.notices.clear()
             yield from (Notice(text) for text in (*ranks.notices, *self.recipe.notices))
             loaded = load(self.recipe.model, trust_remote_code=self.recipe.trust_remote_code)
-            data = open_data(self.recipe, self.loss, loaded.tokenizer, rank=ranks.rank, world=ranks.size)
-            session = open_session(self.recipe, self.loss, loaded)
+            objective = objectives.of_recipe(self.loss, self.recipe)
+            data = open_data(self.recipe, loaded.tokenizer, pairs=objective.pairs, rank=ranks.rank, world=ranks.size)
+            session = open_session(self.recipe, objective, loaded)
             if not is_proven(loaded.config):
                 yield Notice(
                     f"no test of segtrain covers {loaded.config.get('model_type')}: its gradients are checked first"
@@ -171,7 +173,7 @@ class _Loop:
 
     def _train_step(self, update: Update, seconds: float) -> TrainStep:
         totals, optimizer = update.totals, self.updates.optimizer
-        shared = {"shared_tokens": totals.shared_tokens} if self.trainer.loss == "orpo" else {}
+        shared = {"shared_tokens": totals.shared_tokens} if self.session.objective.pairs else {}
         return TrainStep(
             self.state.step,
             totals.mean_loss,
@@ -228,7 +230,7 @@ class _Loop:
 
     def _started(self) -> RunStarted:
         return RunStarted(
-            command=self.trainer.loss,
+            command=self.session.objective.name,
             directory=Path(self.recipe.output.dir),
             steps=self.steps,
             first_step=self.state.step,
@@ -238,7 +240,7 @@ class _Loop:
     def _ended(self, reason: Literal["done", "interrupted"]) -> RunEnded:
         state = self.state
         counts: dict[str, Any] = {"rows": state.rows}
-        if self.trainer.loss == "orpo":
+        if self.session.objective.pairs:
             counts |= {"shared_pairs": state.shared_pairs, "split_pairs": state.rows - state.shared_pairs}
         if state.best_step is not None:
             counts |= {"best_step": state.best_step, "best_loss": state.best_loss}

@@ -16,8 +16,8 @@ import mlx.core as mx
 
 from segtrain.data.rows import PreferenceRow, Row
 from segtrain.engine.backward import Backward, Meter, Step, no_meter
-from segtrain.engine.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE, Layout
-from segtrain.engine.objectives import Loss, LossValue
+from segtrain.engine.layouts import Layout
+from segtrain.engine.objectives import LossValue
 from segtrain.errors import RunFailed
 from segtrain.lora.flat import Packed
 from segtrain.parallel.ranks import Ranks
@@ -30,7 +30,7 @@ Choose: TypeAlias = Callable[[Layout], Backward]
 
 @dataclass
 class Totals:
-    """Sums over rows: of losses, weights, tokens and the loss function's metrics."""
+    """Sums over rows: of losses, weights, tokens and the objective's metrics."""
 
     metrics: dict[str, float]
     loss: float = 0.0
@@ -97,10 +97,9 @@ class Updates:
     ) -> None:
         self.session, self.rows, self.choose, self.optimizer, self.ranks = session, rows, choose, optimizer, ranks
         self.meter = meter
-        self._metrics = metric_names(session.loss)
 
     def totals(self) -> Totals:
-        return Totals(dict.fromkeys(self._metrics, 0.0))
+        return Totals(dict.fromkeys(self.session.objective.metrics, 0.0))
 
     def next(self, state: RunState, stop: Callable[[], bool]) -> Update:
         """Take the next rows and apply their gradient; counts in `state` all but the step itself."""
@@ -164,12 +163,6 @@ class Updates:
         bad = [str(row.origin) for number, row in update.rows if not _finite(self._step(number, row)[0])]
         found = [origin for text in self.ranks.gather("\n".join(bad)) for origin in text.split("\n") if origin]
         return found or self.origins(update)
-
-
-def metric_names(loss: Loss) -> list[str]:
-    """What a loss function reports beside its total."""
-    names = (CHOSEN, PROMPT, REJECTED, RESPONSE)
-    return sorted(loss({name: mx.array(-1.0) for name in names}, dict.fromkeys(names, 1)).metrics)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from segtrain.data import PreferenceRow, Row, SupervisedRow, open_data
 from segtrain.data.rows import Origin
+from segtrain.engine import objectives
 from segtrain.engine.backward import FullBackward, SegmentedBackward
 from segtrain.errors import UserError
 from segtrain.lora.layers import Lora
@@ -24,7 +25,7 @@ from segtrain.memory.device import default_budget
 from segtrain.models.load import load
 from segtrain.models.plain import PlainForward
 from segtrain.recipe.schema import Recipe
-from segtrain.run.session import LossName, Session, open_session
+from segtrain.run.session import Session, open_session
 
 EXACT, HALF = 1e-4, 0.2  # tolerances in float32 and in 16 bits, where two exact orders of summation differ by percents
 SHORT = 256  # tokens of a row that are compared
@@ -60,8 +61,9 @@ class VerifyReport:
 def verify_gradients(recipe: Recipe) -> VerifyReport:
     """Compare on a short row of the recipe's data. Raises UserError for what is wrong with model or data."""
     loaded = load(recipe.model, trust_remote_code=recipe.trust_remote_code)
-    loss, row = _short_row(recipe, loaded.tokenizer)
-    return compare(open_session(recipe, loss, loaded), row)
+    row = _short_row(recipe, loaded.tokenizer)
+    objective = objectives.for_rows(pairs=isinstance(row, PreferenceRow), recipe=recipe)
+    return compare(open_session(recipe, objective, loaded), row)
 
 
 def check_unproven(session: Session) -> None:
@@ -86,8 +88,10 @@ def compare(session: Session, row: Row) -> VerifyReport:
     size = session.recipe.engine.segment_size
     size = 1 if size == "auto" else size
     with lora.dropout_keys.disabled(), random_b(lora), widened(model):
-        segmented = SegmentedBackward(session.stack, lora, session.loss, segment_size=size).step(session.layout(row))
-        plain = FullBackward(PlainForward(session.stack), lora, session.loss)
+        segmented = SegmentedBackward(session.stack, lora, session.objective, segment_size=size).step(
+            session.layout(row)
+        )
+        plain = FullBackward(PlainForward(session.stack), lora, session.objective)
         full = plain.step(replace(session, shares_prefix=False, align=1).layout(row))
         exact = all(p.dtype != mx.bfloat16 and p.dtype != mx.float16 for _, p in _floats(model))
     errors = module_errors(full.grads, segmented.grads)
@@ -150,15 +154,13 @@ def widened(model: nn.Module) -> Iterator[None]:
         _cast(half)
 
 
-def _short_row(recipe: Recipe, tokenizer: Any) -> tuple[LossName, Row]:
-    """The shortest of the first training rows, and the loss that rows of its kind are for."""
-    kinds: list[LossName] = ["orpo"] if recipe.data.format == "preference" else ["sft"]
-    if recipe.data.format == "auto":
-        kinds.append("orpo")
+def _short_row(recipe: Recipe, tokenizer: Any) -> Row:
+    """The shortest of the first training rows, pairs where the recipe says so or the rows are nothing else."""
+    kinds = {"preference": (True,), "auto": (False, True)}.get(recipe.data.format, (False,))
     failures = []
-    for kind in kinds:
+    for pairs in kinds:
         try:
-            return kind, min(islice(open_data(recipe, kind, tokenizer).train, CANDIDATES), key=len)
+            return min(islice(open_data(recipe, tokenizer, pairs=pairs).train, CANDIDATES), key=len)
         except UserError as error:
             failures.append(error)
     raise failures[0]

@@ -11,7 +11,7 @@ from segtrain.terminal.table import table_lines
 
 _COLUMNS = (
     ("SFT", "sft"),
-    ("ORPO", "orpo"),
+    ("pairs", "pairs"),
     ("shared\nprefix", "shared_prefix"),
     ("quantised", "quantised"),
     ("MoE\nLoRA", "moe_lora"),
@@ -19,7 +19,7 @@ _COLUMNS = (
 
 
 def print_models(rows: Iterable[object], *, console: Console | None = None) -> None:
-    """Rows are mappings or objects with model_type, sft, orpo, shared_prefix, quantised, moe_lora and notes."""
+    """Rows are mappings or objects with model_type, sft, pairs, shared_prefix, quantised, moe_lora and notes."""
     console = console or make_console()
     rows = list(rows)
     headings = [("model_type", "left"), *((heading, "left") for heading, _ in _COLUMNS), ("notes", "wrap")]
