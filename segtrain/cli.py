@@ -389,10 +389,20 @@ def _load(recipe: Path | None, changes: list[str] | None, command: str) -> "Reci
     from segtrain.recipe.schema import load_recipe
 
     loaded = load_recipe(recipe, changes or ())
+    _require_command(loaded, recipe, command)
     if command not in TRAINING:  # a run shows them as events
         for notice in loaded.notices:
             typer.echo(f"note: {notice}", err=True)
     return loaded
+
+
+def _require_command(recipe: "Recipe", path: Path, command: str) -> None:
+    """Raises UserError where the recipe names a loss (`training_mode`) that the command doesn't train."""
+    asked = recipe.asked_loss
+    if asked is not None and asked not in TRAINING:
+        raise UserError(f"{path}: training_mode: {asked} isn't available; segtrain has {' and '.join(TRAINING)}")
+    if asked is not None and command in TRAINING and command != asked:
+        raise UserError(f"{path}: training_mode: {asked} is trained by `segtrain {asked} {path}`")
 
 
 def _train(loss: str, recipe: "Recipe", *, dry_run: bool, **flags: bool) -> int:

@@ -9,17 +9,19 @@ from contextlib import contextmanager
 
 from huggingface_hub import constants, get_session
 
+from segtrain.errors import reason
+
 PATIENCE = 5.0  # seconds for the first answer
 
 
 @contextmanager
 def hub() -> Iterator[str]:
     """A block that may fetch from the hub. Yields why it can't be reached, or nothing: then only the cache is read."""
-    reason = _unreachable()
+    why = _unreachable()
     before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or bool(reason)
+    constants.HF_HUB_OFFLINE = before or bool(why)
     try:
-        yield reason
+        yield why
     finally:
         constants.HF_HUB_OFFLINE = before
 
@@ -39,5 +41,5 @@ def _unreachable() -> str:
     try:
         get_session().head(constants.ENDPOINT, timeout=PATIENCE)
     except Exception as error:  # the HTTP library is the hub library's choice, and so are its errors
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return reason(error)
     return ""

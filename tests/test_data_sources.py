@@ -9,7 +9,7 @@ from data_toys import byte_level, recipe
 from segtrain.data import Data, open_data
 from segtrain.data.check import check_data
 from segtrain.data.tokenizer import load_tokenizer
-from segtrain.errors import UserError
+from segtrain.errors import UserError, reason
 
 TOKENIZER = byte_level(None)
 
@@ -88,6 +88,33 @@ def test_a_tokenizer_is_loaded_without_weights(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.encode("the<|im_end|>") == byte_level("chatml").encode("the<|im_end|>")
     assert tokenizer.chat_template == byte_level("chatml").chat_template
+
+
+def test_a_tokenizers_error_is_told_with_its_cause(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "added_tokens": [], "model": {"type": "Unknown"}}')
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(str(tmp_path))
+    assert "any variant of untagged enum" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def _chained() -> None:
+    try:
+        raise KeyError("sentencepiece")
+    except KeyError as inner:
+        raise ValueError("Couldn't make the tokenizer from one of:\n(1) a file\n(2) a slow one") from inner
+
+
+def test_an_error_in_one_line():
+    with pytest.raises(ValueError, match="Couldn't") as caught:
+        _chained()
+    assert reason(caught.value) == (
+        "Couldn't make the tokenizer from one of: (1) a file (2) a slow one; caused by: KeyError: 'sentencepiece'"
+    )
+    assert len(reason(caught.value, 40)) == 40
+    assert reason(TimeoutError()) == "TimeoutError"
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path):

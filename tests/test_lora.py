@@ -123,6 +123,8 @@ def test_names_shapes_and_trainables_are_mlx_lms(family: str):
         ("self_attn.v_proj", ["self_attn.v_proj"]),
         ("*_proj", None),
         ("all-linear", None),
+        (["*.mlp.*"], ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]),  # as the recipe's table says
+        (["*.self_attn.q_proj"], ["self_attn.q_proj"]),
         (["mlp.*"], ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]),
         (["[qk]_proj"], ["self_attn.k_proj", "self_attn.q_proj"]),
     ],

@@ -5,7 +5,7 @@ import math
 import string
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from segtrain.errors import UserError
 from segtrain.recipe import mlx_lm_keys, yaml_file
+from segtrain.recipe.scaffold import write_recipe
 from segtrain.recipe.schema import LoraRecipe, Recipe, TrainRecipe, differences, load_recipe, parse_bytes
 
 MINIMAL = "model: m\ndata: {train: a.jsonl}\n"
@@ -211,7 +212,7 @@ rank: 4
         ("output: {report_to: swanlab}", "output.report_to[0] must be one of"),
         ("engine: {dequantize: 1}", "engine.dequantize must be one of auto, true, false, not 1"),
         ("eval: {prompts: [1]}", "eval.prompts[0] must be text"),
-        ("eval: {rows: 0}", "eval.rows must be all or a number of rows"),
+        ("eval: {rows: -1}", "eval.rows must be all or a number of rows"),
     ],
 )
 def test_one_error(tmp_path: Path, section: str, message: str) -> None:
@@ -417,13 +418,12 @@ hf_dataset:
     [
         ("fine_tune_type=dora", "fine_tune_type: dora isn't supported (DoRA is not implemented)"),
         ("fine_tune_type=full", "only LoRA weights are trained here"),
-        ("training_mode=dpo", "ORPO is `segtrain orpo RECIPE`"),
         ("resume_adapter_file=a.safetensors", "resume_adapter_file: runs go on from their own checkpoints"),
         ("train=false", "train: false leaves nothing to do"),
         ("train=3", "train must be a mapping of keys (or true"),
         ("config=x", "config: a recipe doesn't name another one"),
         ("report_to='wandb,swanlab'", "swanlab isn't supported"),
-        ("num_layers=0", "num_layers must be a whole number of at least 1, not 0"),
+        ("num_layers=-2", "--set num_layers must be a whole number of at least 0, not -2"),
         ("iters=many", "iters must be a whole number of at least 1, not 'many'"),
         ("mask_prompt=1", "mask_prompt must be true or false"),
         ("lora_parameters.alpha=16", "has no effect beside scale"),
@@ -443,6 +443,76 @@ def test_mlx_lm_keys_without_meaning_here(tmp_path: Path, change: str, message: 
         assert message is None or any(message in notice for notice in recipe.notices)
     else:
         assert message in refusal(tmp_path, MLX_LM, change)
+
+
+def test_mlx_lm_zeros_mean_what_they_do_there(tmp_path: Path) -> None:
+    """`min(rows, val_batches)` batches are evaluated, and the layers adapted are `layers[-num_layers:]`."""
+    recipe = load(tmp_path, MLX_LM, "val_batches=0", "num_layers=0")
+    assert (recipe.eval.rows, recipe.lora.layers) == (0, "all")
+
+
+def test_the_loss_that_a_recipe_names_is_remembered(tmp_path: Path) -> None:
+    assert load(tmp_path, MLX_LM).asked_loss is None
+    assert load(tmp_path, MLX_LM, "training_mode=orpo").asked_loss == "orpo"
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "other", "value"),
+    [
+        ("train.steps=50", "train.steps", "train.epochs", 50),
+        ("train.epochs=2", "train.epochs", "train.steps", 2),
+        ("iters=50", "train.steps", "train.epochs", 50),
+        ("train.warmup_steps=3", "train.warmup_steps", "train.warmup_ratio", 3),
+        ("train.warmup_ratio=0.1", "train.warmup_ratio", "train.warmup_steps", 0.1),
+        ("lora.scale=2.0", "lora.scale", "lora.alpha", 2.0),
+        ("lora.alpha=2.0", "lora.alpha", "lora.scale", 2.0),
+    ],
+)
+def test_of_alternatives_the_one_set_wins(tmp_path: Path, change: str, path: str, other: str, value: float) -> None:
+    text = f"{MINIMAL}{other.replace('.', ': {')}: 1}}\n"
+    recipe = load(tmp_path, text, change)
+    values = recipe.dump()
+    section, key = path.split(".")
+    assert values[section][key] == value
+    assert values[section][other.split(".")[1]] is None
+    assert [notice for notice in recipe.notices if "--set" in notice] == [
+        f"--set {path} takes the place of {other} (1)"
+    ]
+
+
+def test_of_two_alternatives_set_the_last_wins(tmp_path: Path) -> None:
+    train = load(tmp_path, MINIMAL, "train.steps=5", "train.epochs=2").train
+    assert (train.steps, train.epochs) == (None, 2)
+    train = load(tmp_path, MINIMAL, "train.epochs=2", "train.steps=5").train
+    assert (train.steps, train.epochs) == (5, None)
+    assert load(tmp_path, MINIMAL + "train: {steps: 5}", "train.epochs=null").train.steps == 5
+
+
+@pytest.mark.parametrize("loss", ["sft", "orpo"])
+def test_the_documented_change_works_on_the_recipe_of_init(tmp_path: Path, loss: Literal["sft", "orpo"]) -> None:
+    path = tmp_path / "recipe.yaml"
+    write_recipe(path, loss)
+    assert load_recipe(path, ["train.steps=50"]).train.steps == 50
+
+
+@pytest.mark.parametrize(
+    ("text", "change", "message"),
+    [
+        ("", "train.steps=0", "--set train.steps must be at least 1, not 0"),
+        ("", "data.train=[{path: a, weight: 0}]", "--set data.train[0].weight must be above 0, not 0"),
+        ("", "rank=4", "--set rank: unknown key; did you mean lora.rank?"),
+        ("", "iters=0", "--set iters must be a whole number of at least 1, not 0"),
+        (
+            "train: {learning_rate: 0.1}",
+            "learning_rate=0.2",
+            "--set learning_rate: train.learning_rate is given too; type --set train.learning_rate=...",
+        ),
+    ],
+)
+def test_what_was_typed_is_not_blamed_on_the_file(tmp_path: Path, text: str, change: str, message: str) -> None:
+    assert refusal(tmp_path, MINIMAL + text, change) == message
+    both = refusal(tmp_path, f"{MINIMAL}seed: -1\n{text}", change)
+    assert both == f"{tmp_path / 'r.yaml'}: seed must be at least 0, not -1\n{message}"
 
 
 def test_alias_and_key_together_are_refused(tmp_path: Path) -> None:

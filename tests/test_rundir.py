@@ -75,11 +75,51 @@ def test_an_existing_run_is_refused_with_both_fixes(tmp_path: Path) -> None:
     assert tree(path) == before
 
 
-@pytest.mark.parametrize("name", run_directory.OWN)
+@pytest.mark.parametrize("name", run_directory.MARKS)
 def test_any_file_of_a_run_counts(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("")
     with pytest.raises(UserError, match="already holds a run"), RunDirectory(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}])
+@pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_that_no_run_made_is_never_replaced(name: str, flags: dict[str, bool], tmp_path: Path) -> None:
+    (tmp_path / name).write_text("r: 64")
+    with pytest.raises(UserError, match="an adapter that no run"), RunDirectory(tmp_path, **flags):
+        pass
+    assert tree(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_recipe_alone_is_no_run_and_stays(flags: dict[str, bool], tmp_path: Path) -> None:
+    own = tmp_path / "recipe.yaml"
+    own.write_text("model: a  # why this one\n")
+    for _ in range(2):
+        with RunDirectory(tmp_path, **flags, reads=[own]) as run:
+            run.write_recipe(recipe())
+        assert own.read_text() == "model: a  # why this one\n"
+        assert run_directory.recipe_file(tmp_path).read_text().startswith("# resolved by")
+        assert run_directory.recipe_file(tmp_path) != own
+
+
+def test_the_recipe_of_a_run_that_is_read_again_stays(tmp_path: Path) -> None:
+    path = finished_run(tmp_path / "a") / "recipe.yaml"
+    before = path.read_text()
+    with RunDirectory(path.parent, overwrite=True, reads=[path]) as run:
+        run.append_metrics({"step": 1})
+        run.write_recipe(recipe())
+    assert path.read_text() == before
+    assert tree(path.parent) == ["metrics.jsonl", "recipe.yaml"]  # it says the same
+
+
+@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}])
+def test_data_with_the_name_of_a_log_is_not_written(flags: dict[str, bool], tmp_path: Path) -> None:
+    data = tmp_path / "samples.jsonl"
+    data.write_text("{}\n")
+    with pytest.raises(UserError, match=r"samples\.jsonl, which this run reads"):
+        RunDirectory(tmp_path, **flags, reads=[data]).__enter__()
+    assert data.read_text() == "{}\n"
 
 
 def test_a_dangling_best_counts_too(tmp_path: Path) -> None:
@@ -106,6 +146,49 @@ def test_overwrite_removes_the_run_at_the_first_write_and_nothing_else(tmp_path:
         run.append_metrics({"step": 8})
     assert tree(path) == ["metrics.jsonl", "notes.txt"]
     assert lines(path / "metrics.jsonl") == [{"step": 7}, {"step": 8}]
+
+
+KILLED = """
+import os, sys
+from segtrain.recipe.schema import Recipe
+from segtrain.storage.run_directory import RunDirectory
+calls, stop = 0, int(sys.argv[2])
+def counted(event, _):
+    global calls
+    if event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate") or event == "open" and _[2] & 3:
+        calls += 1
+        if calls == stop:
+            os._exit(9)
+with RunDirectory(sys.argv[1], overwrite=True) as run:
+    sys.addaudithook(counted)
+    run.write_recipe(Recipe.from_mapping({"model": "new/model", "data": {"train": "train.jsonl"}}))
+    run.append_metrics({"step": "new"})
+    if stop == 0:
+        print(calls)
+"""
+
+
+def test_a_kill_at_any_moment_of_a_replacement_leaves_the_old_run_or_the_new(tmp_path: Path) -> None:
+    """Killed before each change of the file system in turn."""
+    (tmp_path / "killed.py").write_text(KILLED)
+    command = [sys.executable, str(tmp_path / "killed.py")]
+    old = tree(finished_run(tmp_path / "old"))
+    count = int(
+        subprocess.run([*command, str(tmp_path / "old"), "0"], capture_output=True, text=True, check=True).stdout
+    )
+    assert count >= 8
+    seen = set()
+    for moment in range(1, count + 1):
+        path = finished_run(tmp_path / f"run-{moment}")
+        assert subprocess.run([*command, str(path), str(moment)], check=False).returncode == 9
+        with RunDirectory(path, resume=True):
+            pass
+        found = tree(path)
+        new = "new/model" in (path / "recipe.yaml").read_text()
+        assert not new or found in (["recipe.yaml"], ["metrics.jsonl", "recipe.yaml"]), moment
+        assert new or found == old, moment
+        seen.add(new)
+    assert seen == {False, True}
 
 
 def test_resume_keeps_everything_and_cleans_leftovers(tmp_path: Path) -> None:

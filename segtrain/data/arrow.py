@@ -10,7 +10,7 @@ from typing import Any
 
 from segtrain.data.raw import Raw
 from segtrain.data.rows import Origin
-from segtrain.errors import UserError
+from segtrain.errors import UserError, reason
 
 SAVED = ("dataset_dict.json", "state.json")
 
@@ -124,7 +124,7 @@ def _parquet(path: Path) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path}: not a readable Parquet file: {reason(error)}") from None
 
 
 def parquet_table(path: Path) -> DatasetTable:

@@ -271,7 +271,7 @@ class _Opening:
 
     def _valid(self) -> FixedRows | None:
         located = locate(self.section, "valid")
-        if not located:
+        if not located or self.recipe.eval.rows == 0:
             return None
         limit = None if self.recipe.eval.rows == "all" else int(self.recipe.eval.rows)
         raws = self._valid_rows(located, limit)

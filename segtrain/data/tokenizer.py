@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from segtrain.errors import UserError
+from segtrain.errors import UserError, reason
 from segtrain.hub import advice, hub
 
 
@@ -38,10 +38,9 @@ def load_tokenizer(model: str, trust_remote_code: bool = False) -> Tokenizer:
         try:
             name = str(path) if local else model
             return cast(Tokenizer, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code))
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            reason = advice(model, unreachable) if unreachable else first
-            raise UserError(f"model {model}: its tokenizer can't be loaded: {reason}") from error
+        except Exception as error:  # transformers raises whatever the tokenizer's class does
+            why = advice(model, unreachable) if unreachable else reason(error)
+            raise UserError(f"model {model}: its tokenizer can't be loaded: {why}") from error
 
 
 class Codec:

@@ -370,8 +370,9 @@ def _targeted(layers: Sequence[dict[str, Any]], targets: str | Sequence[str]) ->
 
 
 def _matches(path: str, target: str) -> bool:
+    """Whether a name or glob means the module at `path` of a layer: its path, its tail, or one over what is above."""
     tail = path.rsplit(".", 1)[-1]
-    return path.endswith("." + target) or any(fnmatch.fnmatchcase(p, target) for p in (path, tail))
+    return path.endswith("." + target) or any(fnmatch.fnmatchcase(p, target) for p in (path, tail, f".{path}"))
 
 
 def _dense_shape(linear: nn.Module) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from segtrain.errors import UserError
+from segtrain.errors import UserError, reason
 
 INDEX = "model.safetensors.index.json"
 NOT_TEXT = ("vision", "visual", "audio", "multi_modal", "image")
@@ -67,9 +67,8 @@ def _fetched(name: str, file: str) -> Path:
         except HFValidationError as error:
             raise UserError(f"model: there is no directory {name}, and it isn't a hub id (owner/name)") from error
         except Exception as error:  # no network, gated, missing: the hub client's errors have no common base
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            reason = advice(name, unreachable) if unreachable else f"{file} could not be fetched ({reason})"
-            raise UserError(f"model: there is no directory {name}, and {reason}") from error
+            why = advice(name, unreachable) if unreachable else f"{file} could not be fetched ({reason(error)})"
+            raise UserError(f"model: there is no directory {name}, and {why}") from error
 
 
 def _indexed_bytes(index: dict[str, Any]) -> int | None:

@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_config, load_model, load_tokenizer
 
-from segtrain.errors import UserError
+from segtrain.errors import UserError, reason
 from segtrain.hub import advice, hub
 from segtrain.models.support import refuse
 
@@ -91,9 +91,8 @@ def _snapshot(name: str, patterns: Sequence[str], unreachable: str) -> Path:
     except Exception as error:  # no network, a proxy, a timeout: the hub client's errors have no common base
         if unreachable:
             raise UserError(f"model: there is no directory {name}, and {advice(name, unreachable)}") from error
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"model: there is no directory {name}, and it could not be fetched from the hub ({reason})"
+            f"model: there is no directory {name}, and it could not be fetched from the hub ({reason(error)})"
         ) from error
 
 
@@ -146,8 +145,7 @@ def _tokenizer(path: Path, config: dict[str, Any], trust_remote_code: bool) -> A
     try:
         return load_tokenizer(path, {"trust_remote_code": trust_remote_code}, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:  # transformers raises whatever the tokenizer's class does
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"model: the tokenizer in {path} can't be loaded: {reason}") from error
+        raise UserError(f"model: the tokenizer in {path} can't be loaded: {reason(error)}") from error
 
 
 def _check_vocabulary(loaded: Loaded) -> None:

@@ -57,6 +57,13 @@ class Translation:
     notices: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
+    typed: frozenset[str] = frozenset()  # what `--set` named
+    asked_loss: str | None = None
+
+    def blamed(self, problem: str) -> str:
+        """The problem, with `--set` before a key that was typed."""
+        key = problem.split(":")[0].split(" ")[0]
+        return f"--set {problem}" if key.split(".")[0] in self.typed or key in self.typed else problem
 
     def put(self, path: str, value: Any, alias: str) -> None:
         """Set `section.key`, unless the file gives both it and the alias."""
@@ -67,7 +74,8 @@ class Translation:
         if not isinstance(target, dict):
             return  # the section's own type is reported by validation
         if key in target:
-            self.problems.append(f"{alias}: {path} is given too; keep one of them")
+            fix = f"type --set {path}=..." if alias in self.typed else "keep one of them"
+            self.problems.append(f"{alias}: {path} is given too; {fix}")
             return
         target[key] = value
         self.origins[path] = alias
@@ -87,14 +95,14 @@ def is_alias(path: Sequence[str]) -> bool:
     return path[0] in KEYS or (len(path) == 1 and path[0] in ("train", "data"))
 
 
-def translate(values: Mapping[str, Any]) -> Translation:
-    """Move every mlx-lm key of `values` to where it belongs in this recipe."""
+def translate(values: Mapping[str, Any], typed: frozenset[str] = frozenset()) -> Translation:
+    """Move every mlx-lm key of `values` to where it belongs in this recipe. `typed`: the keys that `--set` named."""
     native = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     given = {key: native.pop(key) for key in list(native) if key in KEYS}
     for key in ("train", "data"):
         if key in native and not isinstance(native[key], dict | None):
             given[key] = native.pop(key)
-    result = Translation(native)
+    result = Translation(native, typed=typed)
     if not given:
         return result
     if not any(isinstance(native.get(section), dict) for section in SECTIONS):
@@ -168,14 +176,14 @@ class _Reader:
             self.result.put(f"output.{path}", math.ceil(batches / self.accumulation), key)
 
     def validation_rows(self, key: str) -> None:
-        batches = self._all_or_whole(key)
+        batches = self._all_or_whole(key, 0)
         if batches is not None:
             self.result.put("eval.rows", batches * self.batch if isinstance(batches, int) else batches, key)
 
     def layers(self, key: str) -> None:
-        count = self._all_or_whole(key)
+        count = self._all_or_whole(key, 0)
         if count is not None:
-            self.result.put("lora.layers", count, key)
+            self.result.put("lora.layers", count or "all", key)  # 0: all, as mlx-lm slices
 
     def lora(self, key: str) -> None:
         given = self.given[key]
@@ -301,7 +309,7 @@ class _Reader:
     def method(self, key: str) -> None:
         value = self.given[key]
         if key == "training_mode" and value not in ("normal", None):
-            self.result.problems.append(f"{key}: {value} isn't chosen in the recipe; ORPO is `segtrain orpo RECIPE`")
+            self.result.asked_loss = str(value)
         if key == "fine_tune_type" and value not in ("lora", None):
             reason = {"dora": "DoRA is not implemented", "full": "only LoRA weights are trained here"}
             self.result.problems.append(
@@ -332,7 +340,7 @@ class _Reader:
     def refused(self, key: str) -> None:
         reasons = {
             "resume_adapter_file": "runs go on from their own checkpoints, by --resume; to train further from another "
-            "adapter, fuse it first (mlx_lm.fuse)",
+            "adapter, fuse it first (mlx_lm.fuse --dequantize, as quantised weights would round it away)",
             "config": "a recipe doesn't name another one",
         }
         if self.given[key] is not None:
@@ -352,9 +360,9 @@ class _Reader:
         self.result.problems.append(f"{key} must be a whole number of at least {minimum}, not {value!r}")
         return None
 
-    def _all_or_whole(self, key: str) -> int | str | None:
+    def _all_or_whole(self, key: str, minimum: int) -> int | str | None:
         """`all` for -1, else as `_whole`."""
-        return "all" if self.given[key] == -1 else self._whole(key, 1)
+        return "all" if self.given[key] == -1 else self._whole(key, minimum)
 
 
 def _words(value: Any) -> str:

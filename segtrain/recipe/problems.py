@@ -46,7 +46,15 @@ def problems_error(*problems: Problem) -> PydanticCustomError:
 
 def lines_of(error: ValidationError, model: type[BaseModel], origins: Mapping[str, str]) -> list[str]:
     """One line for each error; `origins` names the key that the user wrote where it isn't the path itself."""
-    return [line for detail in error.errors() for line in _lines(detail, model, origins)]
+    found = error.errors()
+    inner = [one["loc"] for one in found]
+    details = [one for one in found if not (one["type"] == "too_short" and _has_inner(one["loc"], inner))]
+    return [line for detail in details for line in _lines(detail, model, origins)]
+
+
+def _has_inner(location: tuple[int | str, ...], others: Sequence[tuple[int | str, ...]]) -> bool:
+    """Whether an item of this list is wrong itself; pydantic then calls the list too short as well."""
+    return any(len(other) > len(location) and other[: len(location)] == location for other in others)
 
 
 def listing(lines: typing.Iterable[str], source: str) -> str:
@@ -67,12 +75,20 @@ def _lines(detail: ErrorDetails, model: type[BaseModel], origins: Mapping[str, s
     path = _path(detail["loc"])
     if detail["type"] == "problems":
         for problem in detail["ctx"]["problems"]:
-            where = f"{path}.{problem.key}"
-            yield f"{origins.get(where, where)}: {problem.text}"
+            yield f"{_written(f'{path}.{problem.key}', origins)}: {problem.text}"
     elif detail["type"] == "extra_forbidden":
-        yield f"{path}: unknown key{_place(detail['loc'], model)}"
+        yield f"{_written(path, origins)}: unknown key{_place(detail['loc'], model)}"
     else:
-        yield f"{origins.get(path, path)} {_sentence(detail)}"
+        yield f"{_written(path, origins)} {_sentence(detail)}"
+
+
+def _written(path: str, origins: Mapping[str, str]) -> str:
+    """The key as the user wrote it: an alias, or what `--set` named, which may be a section above."""
+    if path in origins:
+        return origins[path]
+    typed = [name for name, written in origins.items() if written.startswith("--set ")]
+    above = next((name for name in typed if path.startswith((f"{name}.", f"{name}["))), None)
+    return path if above is None else origins[above] + path.removeprefix(above)
 
 
 def _sentence(detail: ErrorDetails) -> str:

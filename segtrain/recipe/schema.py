@@ -30,12 +30,14 @@ from pydantic import (
 
 from segtrain.errors import UserError
 from segtrain.recipe import mlx_lm_keys, yaml_file
+from segtrain.recipe.overrides import MARK, translated
 from segtrain.recipe.problems import Problem, lines_of, listing, problems_error
 
 Auto: TypeAlias = Literal["auto"]
 Part: TypeAlias = Literal["train", "valid", "test"]
 DEFAULT_ALPHA = 16.0
 ALL_LINEAR = "all-linear"
+RESOLVED_BY = "# resolved by"  # how a recipe begins that a run wrote
 _UNITS = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -263,7 +265,9 @@ class TrainRecipe(Section):
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             found.append(Problem("warmup_steps", "warmup_steps and warmup_ratio are both given; keep one"))
         if self.steps is not None and (self.warmup_steps or 0) > self.steps:
-            found.append(Problem("warmup_steps", f"{self.warmup_steps} is more than the run's {self.steps} steps"))
+            found.append(
+                Problem("warmup_steps", f"{self.warmup_steps} is more than the run's {self.steps} steps; lower it")
+            )
         if self.final_learning_rate > self.learning_rate:
             found.append(Problem("final_learning_rate", f"{self.final_learning_rate} is above learning_rate"))
         if found:
@@ -275,7 +279,7 @@ class EvalRecipe(Section):
     """What each evaluation (`output.eval_every`) does: the loss over the same rows, and generations for `prompts`."""
 
     at_start: bool = True  # also before the first update: what the model does without the adapter
-    rows: Annotated[Any, BeforeValidator(lambda value: _all_or_rows(value))] = "all"
+    rows: Annotated[Any, BeforeValidator(lambda value: _all_or_rows(value))] = "all"  # 0: no evaluation
     prompts: Texts = ()
     max_tokens: int = Field(default=100, ge=1)
 
@@ -308,6 +312,25 @@ class Recipe(Section):
     trust_remote_code: bool = False
 
     _notices: tuple[str, ...] = PrivateAttr(())
+    _source: Path | None = PrivateAttr(None)
+    _asked_loss: str | None = PrivateAttr(None)
+
+    @property
+    def source(self) -> Path | None:
+        """The file that it was read from."""
+        return self._source
+
+    @property
+    def asked_loss(self) -> str | None:
+        """The loss that the file names itself (`training_mode`), where it names one."""
+        return self._asked_loss
+
+    @property
+    def files(self) -> list[str]:
+        """Paths of what a run reads beside the model: this recipe and the data, where they are local."""
+        data = self.data
+        named = [source.path for part in (data.train, data.valid, data.test) for source in part]
+        return [str(one) for one in (self.source, data.chat_template, *named) if one]
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -328,7 +351,7 @@ class Recipe(Section):
 
     def to_yaml(self, packages: Sequence[str] = ("segtrain-mlx", "mlx", "mlx-lm", "transformers")) -> str:
         """The resolved recipe as a file, with the versions of `packages` in its first line as a comment."""
-        return f"# resolved by {', '.join(_versions(packages))}\n{yaml_file.dump(self.dump())}"
+        return f"{RESOLVED_BY} {', '.join(_versions(packages))}\n{yaml_file.dump(self.dump())}"
 
     def training_view(self) -> dict[str, Any]:
         """The part that decides what is learnt.
@@ -363,32 +386,34 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises UserError, with every error at once. `output.dir` is runs/<file name> where it isn't given.
     """
     source = Path(path)
-    changes = yaml_file.assignments(overrides)
-    values = yaml_file.read(source)
-    for name, value in changes:
-        if mlx_lm_keys.is_alias(name):
-            yaml_file.assign(values, name, value)
-    translation = mlx_lm_keys.translate(values)
-    for name, value in changes:
-        if not mlx_lm_keys.is_alias(name):
-            yaml_file.assign(translation.values, name, value)
+    translation = translated(yaml_file.read(source), overrides)
     if translation.values.get("output") is None:
         translation.values["output"] = {}
     if isinstance(output := translation.values["output"], dict):
         output.setdefault("dir", f"runs/{source.stem}")
-    return _checked(translation, str(source))
+    recipe = _checked(translation, str(source))
+    recipe._source = source
+    return recipe
 
 
 def _checked(translation: mlx_lm_keys.Translation, source: str) -> Recipe:
-    lines = list(translation.problems)
+    lines = [translation.blamed(line) for line in translation.problems]
     try:
         recipe = Recipe.model_validate(translation.values)
     except ValidationError as error:
         lines += lines_of(error, Recipe, translation.origins)
     if lines:
-        raise UserError(listing(dict.fromkeys(lines), source))
+        raise UserError(_listed_errors(list(dict.fromkeys(lines)), source))
     recipe._notices = (*translation.notices, *recipe._own_notices())
+    recipe._asked_loss = translation.asked_loss
     return recipe
+
+
+def _listed_errors(lines: list[str], source: str) -> str:
+    """Those of the file under its name, those of `--set` for themselves."""
+    typed = [line for line in lines if line.startswith(MARK)]
+    own = [line for line in lines if line not in typed]
+    return "\n".join([*([listing(own, source)] if own else []), *typed])
 
 
 def differences(old: Recipe, new: Recipe, *, training_only: bool = False) -> list[str]:
@@ -422,9 +447,9 @@ def _targets(value: Any) -> str | tuple[str, ...]:
 
 
 def _all_or_rows(value: Any) -> Any:
-    if value == "all" or (type(value) is int and value >= 1):
+    if value == "all" or (type(value) is int and value >= 0):
         return value
-    raise ValueError(f"must be all or a number of rows of at least 1, not {value!r}")
+    raise ValueError(f"must be all or a number of rows (0: no evaluation), not {value!r}")
 
 
 def _versions(packages: Sequence[str]) -> Iterator[str]:

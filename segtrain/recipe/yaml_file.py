@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from segtrain.errors import UserError
+from segtrain.errors import UserError, reason
 
 MAX_NODES, MAX_DEPTH = 50_000, 40
 _TAG = "tag:yaml.org,2002:"
@@ -71,8 +71,7 @@ def parse(text: str, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         raise UserError(f"{source}{_line(error.problem_mark)}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        reason = str(error).splitlines()[0] if str(error) else "unreadable"
-        raise UserError(f"{source}: not valid YAML: {reason}") from None
+        raise UserError(f"{source}: not valid YAML: {reason(error)}") from None
     except RecursionError:
         raise UserError(f"{source}: nested too deeply for a recipe") from None
 

@@ -55,7 +55,8 @@ def read_run(path: Path) -> RunFiles:
     events = _lines(path / "metrics.jsonl", problems)
     memory = _lines(path / "memory.jsonl", problems)
     samples = _lines(path / "samples.jsonl", problems, optional=True)
-    recipe = path / "recipe.yaml"
+    resolved = path / "recipe.resolved.yaml"  # where recipe.yaml is the user's own
+    recipe = resolved if resolved.is_file() else path / "recipe.yaml"
     if not recipe.is_file():
         problems.append("recipe.yaml is missing")
     return RunFiles(

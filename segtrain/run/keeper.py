@@ -80,13 +80,17 @@ class Keeper:
         self.optimizer.load_state_dict(found.optimizer)
         try:
             self.data.train.load_state_dict(found.state["data"])
-            state, position = RunState.from_json(found.state["progress"]), dict(found.state["run"])
+            state, _ = RunState.from_json(found.state["progress"]), dict(found.state["run"])
         except (KeyError, TypeError, AttributeError) as error:
             raise RunFailed(f"{found.path} wasn't written by this version of segtrain ({error!r})") from error
-        if self.run:
-            self.run.rewind(position)
-            self._complete(found, state)
         return state
+
+    def settle(self, found: checkpoint.Checkpoint | None, state: RunState) -> None:
+        """Bring the run's files to where `found` was taken (None: to their beginning)."""
+        assert self.run is not None
+        self.run.rewind(found.state["run"] if found else {})
+        if found:
+            self._complete(found, state)
 
     def _complete(self, found: checkpoint.Checkpoint, state: RunState) -> None:
         """What a kill right after the checkpoint kept from being written."""

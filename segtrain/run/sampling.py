@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from mlx_lm import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
-from segtrain.errors import UserError
+from segtrain.errors import UserError, reason
 from segtrain.events import Sampled
 from segtrain.recipe.schema import EvalRecipe
 from segtrain.run.session import Session
@@ -36,6 +36,6 @@ def _tokens(tokenizer: object, prompt: str) -> list[int]:
         try:
             return tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)  # type: ignore[attr-defined]
         except Exception as error:  # a template raises what it likes
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"eval.prompts: the model's chat template refuses {prompt[:60]!r}: {reason}") from error
+            why = reason(error)
+            raise UserError(f"eval.prompts: the model's chat template refuses {prompt[:60]!r}: {why}") from error
     return tokenizer.encode(prompt)  # type: ignore[attr-defined]

@@ -32,6 +32,7 @@ from segtrain.run.updates import Update, Updates
 from segtrain.run.validation import Validation
 from segtrain.run.verify import check_unproven
 from segtrain.signals import StopRequest
+from segtrain.storage.checkpoint import Checkpoint
 from segtrain.storage.run_directory import RunDirectory
 
 
@@ -57,7 +58,9 @@ class Trainer:
             ranks = join()
             run = None
             if ranks.writes and not self.dry_run:
-                run = stack.enter_context(RunDirectory(self.recipe.output.dir, self.overwrite, self.resume))
+                run = stack.enter_context(
+                    RunDirectory(self.recipe.output.dir, self.overwrite, self.resume, reads=self.recipe.files)
+                )
                 yield from (Notice(text) for text in run.notices)
                 run.notices.clear()
             yield from (Notice(text) for text in (*ranks.notices, *self.recipe.notices))
@@ -99,22 +102,33 @@ class _Loop:
         self.keeper = Keeper(self.recipe, ranks, run, session, optimizer, data)
         self.growth = Growth()
         self.logging = True
+        self.accepted = False  # model, data and plan: until then nothing is written
+        self.waiting: list[dict[str, Any]] = []  # lines for the metrics
         self.begun = time.perf_counter()
 
     def events(self) -> Iterator[Event]:
-        """Everything from the run's first event to its last; a line is in the metrics before its event is shown."""
+        """Everything from the run's first event to its last.
+
+        A line is in the metrics before its event is shown, but for those that come before the run is accepted.
+        """
         with self.stop.held():
             for event in self._all_events():
-                line = event.as_json()
-                if self.run and self.logging and line is not None:
-                    self.run.append_metrics(line)
+                self._log(event.as_json())
                 yield event
+
+    def _log(self, line: dict[str, Any] | None) -> None:
+        if self.run and self.logging and line is not None:
+            self.waiting.append(line)
+        if self.run and self.accepted:
+            for one in self.waiting:
+                self.run.append_metrics(one)
+            self.waiting.clear()
 
     def _all_events(self) -> Iterator[Event]:
         self.keeper.require_same_everywhere()
-        resumed = (yield from self._resume()) if self.trainer.resume else False
+        found = (yield from self._resume()) if self.trainer.resume else None
         yield self._started()
-        self.logging = not resumed  # these lines are in the metrics already
+        self.logging = found is None  # these lines are in the metrics already
         yield from (Notice(text) for text in [*self.session.notices, *self.data.notices])
         yield DataRead(self.data.counts)
         yield from self.planner.announce(self.data.counts)
@@ -122,24 +136,30 @@ class _Loop:
         if self.trainer.dry_run:
             yield self._ended("done")
             return
-        if self.run:
-            self.run.write_recipe(self.recipe)
+        yield from self._accept(found)
         reason = yield from self._train()
         yield self._ended(reason)
 
-    def _resume(self) -> Generator[Event, None, bool]:
-        """Go on from the newest complete checkpoint; whether there was one."""
+    def _resume(self) -> Generator[Event, None, Checkpoint | None]:
+        """Go on from the newest complete checkpoint, if there is one."""
+        self.logging = False
         found, notices = self.keeper.newest()
         yield from (Notice(text, "warning") for text in notices)
         if found is not None:
             self.state = self.keeper.restore(found, force=self.trainer.force)
         else:
             yield Notice(f"no checkpoint in {self.recipe.output.dir} yet: starting from step 0")
-            if self.run:
-                self.run.rewind({})
+        return found
+
+    def _accept(self, found: Checkpoint | None) -> Iterator[Event]:
+        """The run begins, or goes on from `found`: from here on its directory is written."""
         if self.run:
+            if self.trainer.resume:
+                self.keeper.settle(found, self.state)
+            self.run.write_recipe(self.recipe)
             yield from (Notice(text, "warning") for text in self.run.notices)
-        return found is not None
+        self.accepted = True
+        self._log(None)
 
     def _train(self) -> Generator[Event, None, Literal["done", "interrupted"]]:
         """Update, evaluate and save to the end, or until a stop is asked for."""

@@ -62,7 +62,7 @@ def replace_together(contents: Iterable[tuple[Path, Writer]]) -> None:
     All of them are on the disk before the first is replaced. Raises OSError, with the temporary files
     removed and (unless it was a rename that failed) nothing replaced.
     """
-    pairs = [(path.with_name(f".{path.name}.tmp"), path, write) for path, write in contents]
+    pairs = [(unfinished(path), path, write) for path, write in contents]
     try:
         for temporary, _, write in pairs:
             write_new(temporary, write)
@@ -73,6 +73,11 @@ def replace_together(contents: Iterable[tuple[Path, Writer]]) -> None:
         for temporary, _, _ in pairs:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def unfinished(path: Path) -> Path:
+    """Where a file's content is until it takes its place; a kill may leave it there."""
+    return path.with_name(f".{path.name}.tmp")
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -10,7 +10,6 @@ import fcntl
 import json
 import math
 import os
-import shutil
 import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,13 +17,15 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from segtrain.errors import UserError
-from segtrain.recipe.schema import Recipe
-from segtrain.storage import checkpoint
-from segtrain.storage.durable import replace_text, sync
+from segtrain.recipe.schema import RESOLVED_BY, Recipe
+from segtrain.storage import checkpoint, replacement
+from segtrain.storage.durable import replace_text, sync, unfinished
 
 LOGS = ("metrics.jsonl", "memory.jsonl", "samples.jsonl")
-RECIPE, BEST, LOCK = "recipe.yaml", "best", ".lock"
-OWN = (RECIPE, *LOGS, checkpoint.ADAPTERS, checkpoint.CONFIG, BEST, "report.html", "checkpoints")
+RECIPE, RESOLVED, BEST, LOCK = "recipe.yaml", "recipe.resolved.yaml", "best", ".lock"
+MARKS = (*LOGS, BEST, "report.html", "checkpoints")  # any of these makes a directory a run
+OWN = (RECIPE, RESOLVED, *MARKS, checkpoint.ADAPTERS, checkpoint.CONFIG)
+ADAPTER_FILES = (checkpoint.ADAPTERS, checkpoint.CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 PACKAGES = ("segtrain-mlx", "mlx", "mlx-lm", "transformers")
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 
@@ -32,13 +33,16 @@ _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 class RunDirectory:
     """A context manager for the one process that writes to `path`.
 
-    Entering creates and locks the directory. With `overwrite`, what an earlier run left (and no other file) is removed
-    at the first write, so that a run which fails while it is set up loses nothing. Raises UserError where a run is
-    there and neither `overwrite` nor `resume` is given, where another process holds the lock, and where nothing can be
-    written. `notices` says what the user should know.
+    Entering creates and locks the directory. With `overwrite`, what an earlier run left (and no other file) makes room
+    at the first write, so that a run which fails while it is set up loses nothing; a kill leaves the old run or the new
+    one (replacement.py). `reads` are files that the new run reads: none of them is ever written. Raises UserError where
+    a run is there and neither `overwrite` nor `resume` is given, where an adapter is there that no run here made, where
+    another process holds the lock, and where nothing can be written. `notices` says what the user should know.
     """
 
-    def __init__(self, path: Path | str, overwrite: bool = False, resume: bool = False):
+    def __init__(
+        self, path: Path | str, overwrite: bool = False, resume: bool = False, reads: Iterable[Path | str] = ()
+    ):
         if overwrite and resume:
             raise UserError("--overwrite and --resume exclude each other; keep one")
         if "\0" in str(path):
@@ -46,6 +50,7 @@ class RunDirectory:
         self.path = Path(path)
         self.resume = resume
         self.notices: list[str] = []
+        self._reads = [Path(one) for one in reads]
         self._overwrite = overwrite
         self._to_clear = overwrite
         self._created = False
@@ -54,12 +59,17 @@ class RunDirectory:
 
     def __enter__(self) -> "RunDirectory":
         try:
-            self._refuse_existing()
+            if not (self.path / replacement.ASIDE).exists():  # else it is judged once it is put back
+                self._refuse_existing()
             self._created = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._locked()
+            if replacement.recover(self.path):
+                self.notices.append(f"the run in {self.path} is back: a process that was to replace it had ended early")
             self._refuse_existing()
             checkpoint.clean(self.path)
+            for name in OWN:
+                unfinished(self.path / name).unlink(missing_ok=True)
         except OSError as error:
             self._close()
             raise UserError(
@@ -78,13 +88,29 @@ class RunDirectory:
     def _refuse_existing(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output.dir {self.path} is a file; give a directory")
-        if self._overwrite or self.resume:
-            return
-        if any(os.path.lexists(self.path / name) for name in OWN):
+        is_run = any(os.path.lexists(self.path / name) for name in MARKS)
+        foreign = [name for name in ADAPTER_FILES if os.path.lexists(self.path / name)]
+        if foreign and not is_run:
+            raise UserError(
+                f"output.dir {self.path} holds an adapter that no run of segtrain made here ({foreign[0]}), which this "
+                "run would replace; give another output.dir"
+            )
+        self._refuse_to_write_what_is_read()
+        if is_run and not (self._overwrite or self.resume):
             raise UserError(
                 f"{self.path} already holds a run; go on with it by --resume, replace it by --overwrite, "
                 "or give another output.dir"
             )
+
+    def _refuse_to_write_what_is_read(self) -> None:
+        for name in OWN:
+            if name != RECIPE and self._is_read(self.path / name):
+                raise UserError(f"output.dir {self.path} holds {name}, which this run reads; give another output.dir")
+
+    def _is_read(self, path: Path) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return any(one.exists() and os.path.samefile(one, path) for one in self._reads)
+        return False
 
     def _locked(self) -> BinaryIO:
         """Take the lock. A POSIX lock ends with its process, however that ends, and children don't inherit it."""
@@ -122,17 +148,20 @@ class RunDirectory:
             with contextlib.suppress(OSError):
                 self.path.rmdir()  # succeeds on an empty one only: a run that never wrote leaves nothing
 
-    def _begin_writing(self) -> None:
-        """Remove the earlier run's files, once, with `overwrite`."""
+    @property
+    def _recipe_name(self) -> str:
+        """Where the resolved recipe goes: beside a recipe.yaml that is the user's own."""
+        path = self.path / RECIPE
+        return RESOLVED if path.is_file() and (self._is_read(path) or not _is_resolved(path)) else RECIPE
+
+    def _set_aside(self) -> bool:
+        """With `overwrite`, once, move the earlier run's files away; whether that is to be committed."""
         if not self._to_clear:
-            return
+            return False
         self._to_clear = False
-        for name in OWN:
-            path = self.path / name
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        kept = RECIPE if self._recipe_name == RESOLVED else None
+        replacement.set_aside(self.path, [name for name in OWN if name != kept])
+        return True
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         self._append("metrics.jsonl", line)
@@ -148,7 +177,8 @@ class RunDirectory:
         data = json.dumps(_finite(line), allow_nan=False, ensure_ascii=False).encode() + b"\n"
         path = self.path / name
         try:
-            self._begin_writing()
+            if self._set_aside():
+                replacement.commit(self.path)
             if name not in self._logs:
                 self._logs[name] = open(path, "ab", buffering=0)  # noqa: SIM115 (open until the run ends)
             if self._logs[name].write(data) != len(data):
@@ -187,17 +217,27 @@ class RunDirectory:
             file.truncate(length)
 
     def write_recipe(self, recipe: Recipe, packages: Iterable[str] = PACKAGES) -> None:
-        """`recipe.yaml`: the recipe as resolved, with the versions of `packages`. Raises RunFailed."""
+        """`recipe.yaml`: the recipe as resolved, with the versions of `packages`. Raises RunFailed.
+
+        Where a `recipe.yaml` of the user's own is there, it stays, and this one is `recipe.resolved.yaml`.
+        """
+        text = recipe.to_yaml(tuple(packages))
         try:
-            self._begin_writing()
-            replace_text(self.path / RECIPE, recipe.to_yaml(tuple(packages)))
+            aside = self._set_aside()
+            name = self._recipe_name
+            if not (self.path / RECIPE).is_file() or (self.path / RECIPE).read_bytes() != text.encode():
+                replace_text(self.path / name, text)
+            if name == RECIPE:
+                (self.path / RESOLVED).unlink(missing_ok=True)
+            if aside:
+                replacement.commit(self.path)
         except OSError as error:
             raise checkpoint.failed(f"{RECIPE} could not be written", error) from error
 
     def set_best(self, path: Path) -> None:
         """Point `best` at a checkpoint of this run: a relative link, or a file with the path where links fail."""
         target = os.path.relpath(path, self.path)
-        link = self.path / f".{BEST}.tmp"
+        link = unfinished(self.path / BEST)
         try:
             link.unlink(missing_ok=True)
             try:
@@ -226,6 +266,17 @@ def best(run: Path) -> Path | None:
         return None
     inside = target.resolve().parent == (run / "checkpoints").resolve()  # a mark may come from elsewhere
     return target if inside and target.is_dir() else None
+
+
+def recipe_file(run: Path) -> Path:
+    """Where a run's resolved recipe is."""
+    return run / RESOLVED if (run / RESOLVED).is_file() else run / RECIPE
+
+
+def _is_resolved(path: Path) -> bool:
+    """Whether a recipe was written by a run."""
+    with open(path, "rb") as file:
+        return file.read(len(RESOLVED_BY)) == RESOLVED_BY.encode()
 
 
 def _holder(file: BinaryIO) -> str:
