@@ -52,7 +52,7 @@ ROOMS: dict[str, Room] = {
         {"typer"},
         {*LEAVES, "data", "lora", "memory", "models", "parallel", "recipe", "report", "run", "terminal"},
     ),
-    "hub": Room(HUB),
+    "hub": Room(HUB, {"errors"}),
     **{leaf: Room() for leaf in LEAVES},
     "__main__": Room(set(), {"cli"}),
     "": Room(),  # segtrain/__init__.py, which holds the version and which everybody may import
