@@ -391,7 +391,7 @@ def test_the_forced_backends_take_the_kinds_they_are_named_for():
 def test_the_default_backend_is_that_of_the_default_device():
     gpu = "metal" if mx.metal.is_available() else "cuda"
     assert backend().name == ("cpu" if mx.default_device() == mx.Device(mx.cpu) else gpu)
-    assert [align(BACKENDS[name]) for name in ("cuda", "metal", "cpu")] == [128, 1, 1]
+    assert [align(BACKENDS[name]) for name in ("cuda", "metal", "cpu")] == [128, 32, 1]
 
 
 def test_a_stream_is_what_attend_takes():

@@ -22,7 +22,7 @@ from segtrain.attention.reference import reference, visibility
 from segtrain.attention.turns import Turns, cut, in_order
 
 __all__ = ["BACKENDS", "Backend", "Call", "Kind", "align", "attend", "backend", "choose", "follow", "reference"]
-__all__ += ["steered", "visibility"]
+__all__ += ["steered", "unmasked", "visibility"]
 
 Kind: TypeAlias = Literal["fused", "band", "blocks"]
 
@@ -38,12 +38,16 @@ class Backend:
     - `query_multiple`: the query length must be a multiple of it (`attend` pads);
     - `array_mask`, `unequal_dims`: also with an array as mask, with D != Dv;
     - `fused_rows`: longer rows are split into calls of so many queries;
+    - `differentiated`: outside gradients too, the call is made as if it were to be differentiated (`_kernel`);
     - `fused_elements`: and the heads into calls of at most so many heads x keys x head dim;
     - `tile_bytes`, `power`: see `Blocks`.
 
-    CUDA's row was run on an H200, Metal's is read from binaries and was not run; the CPU's sizes were measured
-    (`benchmarks/attention.py`). Sinks are never fused: CUDA's kernel takes them, but gives no
-    gradient for them.
+    CUDA's row was run on an H200, the CPU's sizes were measured (`benchmarks/attention.py`). Sinks are never fused:
+    CUDA's kernel takes them, but gives no gradient for them.
+
+    Metal's row was not run. It follows what mlx 0.32.4's binaries do, which `tests/test_metal.py` holds as a table: a
+    gradient through 8 query rows or fewer raises an exception, hence whole tiles of 32 rows. Its calls are small since
+    the display's watchdog ends a process whose kernels take seconds.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Backend:
     array_mask: bool = False
     unequal_dims: bool = False
     fused_rows: int = 8192
+    differentiated: bool = False
     fused_elements: int = 1 << 62
     tile_bytes: int = 4 << 20
     power: bool = False
@@ -75,6 +80,10 @@ BACKENDS = {
         "metal",
         head_dims=frozenset({64, 72, 80, 96, 128, 192, 256}),
         dtypes=(*_HALF, mx.float32),
+        query_multiple=32,
+        fused_rows=2048,
+        fused_elements=1 << 27,  # 2,048 rows of 32 heads and dim 128 against 32,768 keys: a backward of 2.7 TFLOP
+        differentiated=True,
         tile_bytes=64 << 20,
     ),
     "cpu": Backend("cpu", tile_bytes=1 << 20, power=True),
@@ -194,6 +203,15 @@ def attend(
     return mx.concatenate(_branches(q, k, v, rule, prefix, branches), axis=2)
 
 
+def unmasked(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, sinks: mx.array | None = None, rows: Backend | None = None
+) -> mx.array:
+    """Attention in which every row sees every key, as a few models have it: MLX's own, at a length that it takes."""
+    count = q.shape[2]
+    q = padded_rows(q, -count % (rows or backend()).query_multiple)
+    return _sdpa(q, k, v, scale=scale, mask=None, sinks=sinks)[:, :, :count]
+
+
 def _branches(
     q: mx.array, k: mx.array, v: mx.array, rule: _Rule, prefix: int, branches: tuple[int, ...]
 ) -> list[mx.array]:
@@ -258,7 +276,7 @@ def _fused(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
     q, k, v = (padded_rows(x, -count % rule.rows.query_multiple) for x in (q, k, v))
 
     def call(block: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        return _sdpa(block, keys, values, scale=rule.scale, mask="causal")
+        return _kernel(block, keys, values, rule.scale, rule.rows.differentiated)
 
     groups = list(_head_groups(q.shape[1], k.shape[1], k.shape[2] * max(q.shape[3], v.shape[3]), rule.rows))
     starts = list(range(0, q.shape[2], rule.rows.fused_rows))
@@ -272,6 +290,23 @@ def _fused(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
     done = turns.results
     rows = [_joined(done[i : i + len(groups)], axis=1) for i in range(0, len(done), len(groups))]
     return _joined(rows, axis=2)[:, :, :count]
+
+
+def _kernel(q: mx.array, k: mx.array, v: mx.array, scale: float, differentiated: bool) -> mx.array:
+    """MLX's causal attention. `differentiated`: with the kernel that has a backward, whoever calls.
+
+    On Metal MLX takes that one for all head dims while it traces a gradient. Otherwise it prefers composed operations,
+    which hold all scores, for head dims 192 and 256: in a segment's forward pass and in evaluation. What is traced here
+    besides is never computed.
+    """
+
+    def attention(*inputs: mx.array) -> list[mx.array]:
+        return [_sdpa(*inputs, scale=scale, mask="causal")]
+
+    if not differentiated:
+        return attention(q, k, v)[0]
+    (out,), _ = mx.vjp(attention, [q, k, v], [mx.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)])
+    return out
 
 
 def _by_heads(

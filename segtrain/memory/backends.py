@@ -1,8 +1,10 @@
 """What the estimate must know of a backend, as data. Pure.
 
 The attention part mirrors `segtrain.attention.dispatch` (a test compares). The allocator's and scheduler's constants
-were fitted to measured peaks: `benchmarks/plan_accuracy.py` on CPU, an H200 for CUDA. Metal's are CUDA's until
-someone has measured them there.
+were fitted to measured peaks: `benchmarks/plan_accuracy.py` on CPU, an H200 for CUDA. Metal's row was not measured on a
+Mac: its command buffers end after 2^20 elements of distinct inputs times 40 (50 on the largest chips), which with long
+rows is one or two operations, so it has the constants of CUDA's small buffers; the scratch of its fused attention is
+read from the binary.
 """
 
 import os
@@ -29,6 +31,7 @@ class Backend:
     - `overlaps`: with look-ahead 2 the next segment is at work before the last one is done;
     - `norms_widen`: norms of half-precision inputs keep float32 copies;
     - `workspace`: bytes that matrix products in flight hold for themselves;
+    - `scratch`: elements a query head that fused attention's backward takes for itself;
     - `unpacking`: bytes for each weight that is being expanded from a packed one, beside its dense copy;
     - `compiles`: compiled segments pay.
     """
@@ -42,6 +45,7 @@ class Backend:
     overlaps: bool = True
     norms_widen: bool = False
     workspace: int = 0
+    scratch: int = 0
     unpacking: float = 0.0
     compiles: bool = False
     head_dims: frozenset[int] = frozenset()
@@ -66,6 +70,10 @@ class Backend:
         return "band" if fused and self.array_mask else "blocks"
 
 
+SMALL_BUFFERS = 10  # operations a command buffer: with so few, little is held that is done with
+RUN_AHEAD_SMALL = 0.65
+HELD_SMALL = 6.0
+
 BACKENDS: dict[Name, Backend] = {
     "cpu": Backend("cpu", fused=0.65, overlaps=False, norms_widen=True, unpacking=11.0, tile_bytes=1 << 20),
     "cuda": Backend(
@@ -83,19 +91,17 @@ BACKENDS: dict[Name, Backend] = {
     ),
     "metal": Backend(
         "metal",
-        run_ahead=1.4,
+        run_ahead=RUN_AHEAD_SMALL,
         fuses=True,
-        chunks_help=False,
+        held=HELD_SMALL,
+        overlaps=False,
+        scratch=3 * 1024**2,
         head_dims=frozenset({64, 72, 80, 96, 128, 192, 256}),
         float32_fused=True,
+        query_multiple=32,
         tile_bytes=64 << 20,
     ),
 }
-
-
-SMALL_BUFFERS = 10  # operations a command buffer: with so few, little is held that is done with
-RUN_AHEAD_SMALL = 0.65
-HELD_SMALL = 6.0
 
 
 def with_buffers(backend: Backend, environment: Mapping[str, str]) -> Backend:

@@ -179,7 +179,13 @@ class Estimator:
         if self.backend.norms_widen and b == 2:
             wide += 6 * H
         mlp = rows * b * wide + self._mlp(layer, rows, mlp_rows, 1)
-        return self.backend.run_ahead * max(mlp, self._attention_temporaries(layer, rows))
+        return self.backend.run_ahead * max(mlp, self._attention_temporaries(layer, rows)) + self._scratch(layer, rows)
+
+    def _scratch(self, layer: Layer, rows: int) -> int:
+        """Bytes that the fused attention's backward holds for itself, whatever the row."""
+        if layer.attention is None or not self._fused_attention(layer, rows):
+            return 0
+        return self.backend.scratch * layer.attention.heads * self.model.dtype_bytes
 
     def _mixer(self, layer: Layer) -> float:
         """Elements a token of attention's or a recurrence's residuals."""

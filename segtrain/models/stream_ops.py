@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from segtrain.attention.dispatch import attend
+from segtrain.attention.dispatch import attend, unmasked
 from segtrain.engine.layouts import Stream
 from segtrain.models import exceptions
 
@@ -106,6 +106,8 @@ def stream_ops(stream: Stream) -> Iterator[None]:
             return attend(q, k, v, prefix=stream.prefix, branches=stream.branches, **rule)
 
     def sdpa(q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: Any = None) -> mx.array:
+        if mask is None:
+            return unmasked(q, k, v, scale=scale, sinks=sinks)
         if not isinstance(mask, str):
             return _sdpa(q, k, v, scale=scale, mask=mask, sinks=sinks)
         return attention(q, k, v, scale=scale, window=getattr(mask, "window", None), sinks=sinks)
