@@ -33,7 +33,7 @@ class Room(NamedTuple):
 LEAVES = {"errors", "events", "signals"}  # they import nothing
 ROOMS: dict[str, Room] = {
     "recipe": Room({"pydantic", "pydantic_core", "yaml"}, {"errors"}),
-    "data": Room({"datasets", "numpy", "pyarrow", "transformers", "jinja2"}, {"errors", "events", "hub", "recipe"}),
+    "data": Room({"datasets", "numpy", "pyarrow", "transformers"}, {"errors", "events", "hub", "recipe"}),
     "engine": Room(MLX, {"errors", "lora"}),
     "attention": Room(MLX, {"errors"}),
     "recurrence": Room(MLX, {"errors"}),

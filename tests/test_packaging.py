@@ -1,6 +1,8 @@
 """pyproject.toml, the lock file and the build files say the same. Markers and versions are read by `packaging`."""
 
+import ast
 import re
+import sys
 import tomllib
 from itertools import product
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
+from segtrain.models.support import MLX_LM
 from segtrain.recipe.schema import OutputRecipe
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +64,43 @@ def test_an_unmet_requirement_is_seen() -> None:
 def test_the_lock_names_no_host_and_every_pin_has_a_hash() -> None:
     assert "://" not in LOCK
     assert len(re.findall(r"^\w.*==.*\\\n    --hash=sha256:", LOCK, re.MULTILINE)) == len(pins(LOCK)) > 40
+
+
+PARTS = {"huggingface_hub": "huggingface-hub", "mlx_lm": "mlx-lm", "yaml": "pyyaml", "pydantic_core": "pydantic"}
+"""Imported name -> the package that brings it, where the names differ."""
+EXTRAS = {"plotly", "wandb", "tensorboardx", "trackio"}
+"""Packages that only an extra of the project asks for."""
+
+
+def packages(source: str) -> set[str]:
+    """The packages outside the standard library whose names `source` imports, by their names in pyproject.toml."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).split(".")[0])
+    return {PARTS.get(name, name).lower() for name in found - {"segtrain"} - sys.stdlib_module_names}
+
+
+def test_what_is_imported_is_declared_and_nothing_else() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "segtrain").rglob("*.py")]
+    imported = set().union(*map(packages, sources))
+    assert imported - EXTRAS == {Requirement(text).name.lower() for text in PROJECT["dependencies"]}
+    extras = [
+        text
+        for name in ("report", "wandb", "tensorboard", "trackio")
+        for text in PROJECT["optional-dependencies"][name]
+    ]
+    assert {Requirement(text).name.lower() for text in extras} == EXTRAS
+    assert packages("def f():\n    import torch.nn\n    from yaml import x") == {"torch", "pyyaml"}  # the control
+
+
+def test_mlx_lm_has_a_ceiling() -> None:
+    """Its model files are patched: a newer minor version is tried before it is allowed."""
+    asked = next(Requirement(text).specifier for text in PROJECT["dependencies"] if text.startswith("mlx-lm"))
+    assert asked.contains(MLX_LM)
+    assert not asked.contains("0.33.0")
 
 
 def test_every_tracker_is_an_extra() -> None:

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
+import tiny_configs
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -228,3 +229,19 @@ def test_a_rope_that_depends_on_the_rows_length_refuses_a_shared_prefix():
     with pytest.raises(UnsupportedModel, match="depends on the row's length"):
         stack.begin(shared_prefix([1, 2], [3], [4]).streams[0])
     assert mx.array_equal(by_segments(stack, stream(), 2), stack.whole(stream()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "missing"),
+    [
+        ("gemma2", "Attention", "Attention.__call__"),
+        ("gemma2", "create_attention_mask", "create_attention_mask"),
+        ("deepseek_v3", "DeepseekV3Attention", "DeepseekV3Attention.__call__"),
+    ],
+)
+def test_a_model_file_that_changed_is_refused_where_it_is_used(monkeypatch, kind: str, name: str, missing: str):
+    model = tiny.build_module(kind, tiny_configs.CONFIGS[kind])
+    monkeypatch.delattr(f"mlx_lm.models.{kind}.{name}")
+    with pytest.raises(ValueError, match=rf"models/{kind}.py of mlx-lm \S+ has no {missing}, which segtrain replaces"):
+        LayerStack(model)
+    LayerStack(tiny.build("llama")).whole(stream())

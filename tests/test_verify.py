@@ -164,7 +164,9 @@ def test_an_unproven_model_is_trained_if_its_gradients_agree(models: Callable[[s
 def test_an_unproven_model_is_refused_if_they_do_not(models: Callable[[str], Path]):
     opened = session(models("gemma4_text"))
     opened.stack.run = without_gradient(opened.stack)  # type: ignore[method-assign]
-    with pytest.raises(UserError, match="gemma4_text is not in segtrain's table, and its segmented gradients differ"):
+    with pytest.raises(
+        UserError, match=r"the segmented gradients of .*gemma4_text differ from plain ones \(by .* at model.layers"
+    ):
         check_unproven(opened)
 
 
@@ -189,5 +191,12 @@ def test_the_error_is_relative_and_per_module():
 
 
 def test_the_table_says_what_is_proven():
-    assert support.is_proven({"model_type": "llama"})
-    assert not support.is_proven({"model_type": "brand_new"})
+    assert not support.why_unproven({"model_type": "llama"})
+    assert support.why_unproven({"model_type": "brand_new"}) == "no test of segtrain covers brand_new"
+
+
+@pytest.mark.parametrize("version", ["0.32.3", "0.33.0"])
+def test_another_mlx_lm_proves_nothing(monkeypatch: pytest.MonkeyPatch, version: str):
+    monkeypatch.setattr(support.importlib.metadata, "version", lambda name: version)
+    why = support.why_unproven({"model_type": "llama"})
+    assert why == f"segtrain was tested with mlx-lm {support.MLX_LM}, and this is mlx-lm {version}"

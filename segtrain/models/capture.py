@@ -1,7 +1,9 @@
 """Interception: while it is active, calls of a model's layers go to a handler instead.
 
 The classes' `__call__` is replaced, not the instances' (Python looks it up there), and the handler is asked only for
-the given layers.
+the given layers. So is whatever else is replaced while a step runs (`stream_ops`, `exceptions`, `tokenwise`, `dense`):
+the classes and modules are the process's, so it holds for every thread, and two models must not be stepped at once
+in two threads of one process.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -9,17 +9,19 @@ numbers. There are three kinds:
 """
 
 import importlib
+import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
 from segtrain.engine.layouts import Stream
+from segtrain.models.support import MLX_LM
 
 Attend: TypeAlias = Callable[..., mx.array]
 """`attend` with the stream's visibility filled in: (q, k, v, *, scale, window=None, softcap=None) -> output."""
@@ -27,22 +29,48 @@ Maker: TypeAlias = Callable[[Stream, Attend, Any], Any]
 """(stream, attend, the original) -> what stands in for it."""
 
 
+class Replacement(NamedTuple):
+    """`owner.attribute`, a model file's function or a class's method, and what makes its stand-in."""
+
+    owner: Any
+    attribute: str
+    maker: Maker
+
+
+def exceptions_of(model: nn.Module) -> list[Replacement]:
+    """The exceptions of the model files that `model` is made of. Raises ValueError where such a file has changed."""
+    files = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+    return [
+        Replacement(*_found(file, name), maker) for file, name, maker in EXCEPTIONS if f"mlx_lm.models.{file}" in files
+    ]
+
+
+def _found(file: str, name: str) -> tuple[Any, str]:
+    """Where `name` (`function` or `Class.method`) stands in a model file: its owner and its own name."""
+    owner: Any = sys.modules[f"mlx_lm.models.{file}"]
+    *owners, attribute = name.split(".")
+    for part in owners:
+        owner = getattr(owner, part, None)
+    if not hasattr(owner, attribute):
+        raise ValueError(
+            f"models/{file}.py of mlx-lm {importlib.metadata.version('mlx-lm')} has no {name}, which segtrain "
+            f"replaces; install mlx-lm {MLX_LM}"
+        )
+    return owner, attribute
+
+
 @contextmanager
-def active(stream: Stream, attend: Attend) -> Iterator[None]:
-    """Put every exception of the loaded model files in place while the block runs."""
+def active(exceptions: Sequence[Replacement], stream: Stream, attend: Attend) -> Iterator[None]:
+    """Put these exceptions in place while the block runs."""
     with ExitStack() as replacements:
-        for file, name, maker in EXCEPTIONS:
-            module = sys.modules.get(f"mlx_lm.models.{file}")
-            if module is not None:
-                replacements.enter_context(_replaced(module, name, partial(maker, stream, attend)))
+        for owner, attribute, maker in exceptions:
+            replacements.enter_context(_replaced(owner, attribute, partial(maker, stream, attend)))
         yield
 
 
 @contextmanager
-def _replaced(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """`module.name` (a function, or `Class.method`) replaced by `make(original)`."""
-    *owners, attribute = name.split(".")
-    owner = getattr(module, owners[0]) if owners else module
+def _replaced(owner: Any, attribute: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """`owner.attribute` replaced by `make(original)`."""
     original = getattr(owner, attribute)
     try:
         setattr(owner, attribute, make(original))

@@ -30,6 +30,7 @@ from segtrain.engine.segments import HIDDEN
 from segtrain.models.alike import Place, fingerprint, holding, places, plain
 from segtrain.models.capture import arrays, intercept, leaves, map_tree
 from segtrain.models.dense import dequantized, dequantized_in_slices, quantized_modules
+from segtrain.models.exceptions import exceptions_of
 from segtrain.models.products import linear_modules, recalling, remembering
 from segtrain.models.stream_ops import Causal, StreamCache, stream_ops
 from segtrain.models.tokenwise import chunked, tokenwise_modules
@@ -115,6 +116,7 @@ class LayerStack:
         self._places: dict[int, list[Place]] = {}
         self._alike: dict[tuple, tuple[int, int, Callable]] = {}
         self.layers = list(model.layers)
+        self._exceptions = exceptions_of(model)
         inner = {id(m) for m in quantized_modules(self.layers)}
         self._outer = [m for m in quantized_modules([model]) if id(m) not in inner]  # quantised, but not in a layer
         self.attention_only = _attention_only(model)
@@ -145,7 +147,7 @@ class LayerStack:
     def run(self, tape: Tape, carry: Mapping[str, mx.array], lo: int, hi: int) -> dict[str, mx.array]:
         """Layers lo..hi-1 on `carry` (`h` and what they read): `carry` updated by all they make, unevaluated."""
         known = dict(carry)
-        with stream_ops(tape.stream), self._in_chunks(lo, hi):
+        with stream_ops(tape.stream, self._exceptions), self._in_chunks(lo, hi):
             for i in range(lo, hi):
                 self._replay(i, tape.calls[i], known)
         return known
@@ -225,7 +227,7 @@ class LayerStack:
             why = "rotary embedding that depends on the row's length" if self.attention_only else "recurrent layers"
             raise UnsupportedModel(f"a model with {why} can't share a prefix: use two streams")
         caches = self._caches(stream)
-        with stream_ops(stream):
+        with stream_ops(stream, self._exceptions):
             return self.model(stream.tokens, cache=caches) if caches else self.model(stream.tokens)
 
     def _in_chunks(self, lo: int, hi: int) -> AbstractContextManager[None]:

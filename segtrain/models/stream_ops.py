@@ -12,7 +12,7 @@ What a model file does past these doors is in `exceptions`. All of it is replace
 back whatever happens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from segtrain.attention.dispatch import attend, unmasked
 from segtrain.engine.layouts import Stream
-from segtrain.models import exceptions
+from segtrain.models.exceptions import Replacement, active
 
 _rope = mx.fast.rope
 _sdpa = mx.fast.scaled_dot_product_attention
@@ -86,8 +86,11 @@ def dense_mask(stream: Stream, rows: int, window: int | None) -> mx.array:
 
 
 @contextmanager
-def stream_ops(stream: Stream) -> Iterator[None]:
-    """Rotary embedding at the stream's positions, attention by its visibility, while the block runs."""
+def stream_ops(stream: Stream, exceptions: Sequence[Replacement]) -> Iterator[None]:
+    """Rotary embedding at the stream's positions, attention by its visibility, while the block runs.
+
+    `exceptions`: the model's, see `exceptions_of`.
+    """
 
     def rope(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         if not stream.branches:
@@ -112,7 +115,7 @@ def stream_ops(stream: Stream) -> Iterator[None]:
             return _sdpa(q, k, v, scale=scale, mask=mask, sinks=sinks)
         return attention(q, k, v, scale=scale, window=getattr(mask, "window", None), sinks=sinks)
 
-    with _fast_ops(rope, sdpa), exceptions.active(stream, attention):
+    with _fast_ops(rope, sdpa), active(exceptions, stream, attention):
         yield
 
 

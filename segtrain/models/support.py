@@ -4,6 +4,7 @@ A `model_type` (from `config.json`) names a model file, or is another name for o
 anything is loaded, so it imports neither mlx nor mlx-lm.
 """
 
+import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Mapping
@@ -225,9 +226,13 @@ def traceable(model_type: str) -> bool:
     return family is None or family.traceable
 
 
-def is_proven(config: Mapping[str, Any]) -> bool:
-    """Whether tests hold this model's gradients; if not, check a short row first (`segtrain.run.verify.check`)."""
-    return "model_file" not in config and model_file(str(config.get("model_type"))) in FAMILIES
+def why_unproven(config: Mapping[str, Any]) -> str:
+    """Why no test holds this model's gradients, so that a short row is checked first; empty where tests do."""
+    if "model_file" in config or model_file(str(config.get("model_type"))) not in FAMILIES:
+        return f"no test of segtrain covers {config.get('model_type')}"
+    if (version := importlib.metadata.version("mlx-lm")) != MLX_LM:
+        return f"segtrain was tested with mlx-lm {MLX_LM}, and this is mlx-lm {version}"
+    return ""
 
 
 def refuse(config: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from segtrain.errors import UserError
 from segtrain.events import DataRead, Event, Notice, RunEnded, RunStarted, TrainStep
 from segtrain.memory.meter import Meter
 from segtrain.models.load import load
-from segtrain.models.support import is_proven
+from segtrain.models.support import why_unproven
 from segtrain.parallel.ranks import Ranks, join
 from segtrain.recipe.schema import Recipe
 from segtrain.run.guards import Growth, check_update
@@ -68,10 +68,8 @@ class Trainer:
             objective = objectives.of_recipe(self.loss, self.recipe)
             data = open_data(self.recipe, loaded.tokenizer, pairs=objective.pairs, rank=ranks.rank, world=ranks.size)
             session = open_session(self.recipe, objective, loaded)
-            if not is_proven(loaded.config):
-                yield Notice(
-                    f"no test of segtrain covers {loaded.config.get('model_type')}: its gradients are checked first"
-                )
+            if why := why_unproven(loaded.config):
+                yield Notice(f"{why}: its gradients are checked first")
                 check_unproven(session)
             yield from _Loop(self, ranks, stop, run, session, data).events()
             ranks.leave()

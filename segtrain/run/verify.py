@@ -67,7 +67,7 @@ def verify_gradients(recipe: Recipe) -> VerifyReport:
 
 
 def check_unproven(session: Session) -> None:
-    """Raise UserError unless a model that no test of segtrain covers gives the same gradients either way.
+    """Raise UserError unless a model that no test covers with this mlx-lm gives the same gradients either way.
 
     Uses a row of made-up tokens. The model is as before afterwards.
     """
@@ -76,8 +76,8 @@ def check_unproven(session: Session) -> None:
     if not report.passed:
         worst = max(report.rows, key=lambda row: row.relative_error)
         raise UserError(
-            f"model_type {session.loaded.config.get('model_type')} is not in segtrain's table, and its segmented "
-            f"gradients differ from plain ones (by {worst.relative_error:.1e} at {worst.module}), so it isn't trained"
+            f"the segmented gradients of {session.recipe.model} differ from plain ones "
+            f"(by {worst.relative_error:.1e} at {worst.module}), so it isn't trained"
         )
 
 
