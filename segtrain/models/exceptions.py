@@ -6,6 +6,8 @@ numbers. There are three kinds:
 - attention written out with a `[heads, T, T]` array (soft-caps, latent attention);
 - positions taken from the row number, which branches of a stream repeat;
 - operations without a gradient where there is one.
+
+Recurrences are replaced in the same way; they have a table of their own, `recurrences.DOORS`.
 """
 
 import importlib
@@ -21,6 +23,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
 from segtrain.engine.layouts import Stream
+from segtrain.models.recurrences import DOORS
 from segtrain.models.support import MLX_LM
 
 Attend: TypeAlias = Callable[..., mx.array]
@@ -38,10 +41,12 @@ class Replacement(NamedTuple):
 
 
 def exceptions_of(model: nn.Module) -> list[Replacement]:
-    """The exceptions of the model files that `model` is made of. Raises ValueError where such a file has changed."""
+    """The exceptions and recurrences of `model`'s model files. Raises ValueError where such a file has changed."""
     files = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
     return [
-        Replacement(*_found(file, name), maker) for file, name, maker in EXCEPTIONS if f"mlx_lm.models.{file}" in files
+        Replacement(*_found(file, name), maker)
+        for file, name, maker in [*EXCEPTIONS, *DOORS]
+        if f"mlx_lm.models.{file}" in files
     ]
 
 
@@ -64,12 +69,12 @@ def active(exceptions: Sequence[Replacement], stream: Stream, attend: Attend) ->
     """Put these exceptions in place while the block runs."""
     with ExitStack() as replacements:
         for owner, attribute, maker in exceptions:
-            replacements.enter_context(_replaced(owner, attribute, partial(maker, stream, attend)))
+            replacements.enter_context(replaced(owner, attribute, partial(maker, stream, attend)))
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, attribute: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(owner: Any, attribute: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """`owner.attribute` replaced by `make(original)`."""
     original = getattr(owner, attribute)
     try:

@@ -32,6 +32,7 @@ from segtrain.models.capture import arrays, intercept, leaves, map_tree
 from segtrain.models.dense import dequantized, dequantized_in_slices, quantized_modules
 from segtrain.models.exceptions import exceptions_of
 from segtrain.models.products import linear_modules, recalling, remembering
+from segtrain.models.recurrences import restarts
 from segtrain.models.stream_ops import Causal, StreamCache, stream_ops
 from segtrain.models.tokenwise import chunked, tokenwise_modules
 
@@ -120,7 +121,7 @@ class LayerStack:
         inner = {id(m) for m in quantized_modules(self.layers)}
         self._outer = [m for m in quantized_modules([model]) if id(m) not in inner]  # quantised, but not in a layer
         self.attention_only = _attention_only(model)
-        self.shares_prefix = self.attention_only and not _rope_by_length(model)
+        self.shares_prefix = (self.attention_only or restarts(self.layers)) and not _rope_by_length(model)
         learner = _Learner(self.layers)
         self._record(Stream(mx.zeros((1, 4), mx.int32)), learner)
         self._signatures = learner.signatures

@@ -1,26 +1,29 @@
 """What a stream changes in a model's own forward pass, without touching its code.
 
-mlx-lm's models take positions from `cache.offset`, masks from `cache.make_mask`, and call two functions of `mx.fast`
-for rotary embedding and attention. So a stream comes in through three doors:
+mlx-lm's models take positions from `cache.offset`, masks from `cache.make_mask`, and call functions of `mx` for
+rotary embedding, attention and convolution. So a stream comes in through four doors:
 
 - a `StreamCache` in the place of each layer's key-value cache, whose mask is a `Causal` (the *string* "causal" with a
   window), so that no `[T, T]` array is ever made, and which hands keys and values to layers that share them;
 - `mx.fast.rope`, which gets the positions of the stream's branches;
-- `mx.fast.scaled_dot_product_attention`, which becomes `attention.dispatch.attend` wherever the mask is causal.
+- `mx.fast.scaled_dot_product_attention`, which becomes `attention.dispatch.attend` wherever the mask is causal;
+- `mx.conv1d`, which starts again at each branch.
 
-What a model file does past these doors is in `exceptions`. All of it is replaced only inside `stream_ops` and put
-back whatever happens.
+What a model file does past these doors is in `exceptions`, its recurrence in `recurrences`. All of it is replaced
+only inside `stream_ops` and put back whatever happens.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from segtrain.attention.dispatch import attend, unmasked
 from segtrain.engine.layouts import Stream
-from segtrain.models.exceptions import Replacement, active
+from segtrain.models.exceptions import Replacement, active, replaced
+from segtrain.models.recurrences import short_convolution
 
 _rope = mx.fast.rope
 _sdpa = mx.fast.scaled_dot_product_attention
@@ -115,7 +118,8 @@ def stream_ops(stream: Stream, exceptions: Sequence[Replacement]) -> Iterator[No
             return _sdpa(q, k, v, scale=scale, mask=mask, sinks=sinks)
         return attention(q, k, v, scale=scale, window=getattr(mask, "window", None), sinks=sinks)
 
-    with _fast_ops(rope, sdpa), active(exceptions, stream, attention):
+    conv1d = replaced(mx, "conv1d", partial(short_convolution, stream))
+    with _fast_ops(rope, sdpa), conv1d, active(exceptions, stream, attention):
         yield
 
 

@@ -64,7 +64,7 @@ class _Groups:
         starts = []
         for lo, hi in self.bounds:
             starts.append(state)
-            part = _in_turn([x[:, lo:hi] for x in sequences], outputs[-1:])
+            part = in_turn([x[:, lo:hi] for x in sequences], outputs[-1:])
             y, state = self.chunk(*part, *fixed, state)
             outputs.append(y)
         return mx.concatenate(outputs, axis=1), state, *starts[1:]
@@ -78,7 +78,7 @@ class _Groups:
         totals = [mx.zeros(x.shape, mx.float32) for x in fixed]
         for (lo, hi), start in zip(reversed(self.bounds), reversed([primals[-1], *starts]), strict=True):
             now = [*(x[:, lo:hi] for x in sequences), start, dy[:, lo:hi]]
-            *part, start, cotangent = _in_turn(now, [dstate, *totals, *(shares[-1] if shares else [])])
+            *part, start, cotangent = in_turn(now, [dstate, *totals, *(shares[-1] if shares else [])])
             _, found = mx.vjp(self.chunk, [*part, *fixed, start], [cotangent, dstate])
             dstate = found[-1]
             shares.append(found[: self.count])
@@ -94,6 +94,6 @@ def _bounds(lengths: set[int], group: int) -> list[tuple[int, int]]:
     return [(lo, min(lo + group, length)) for lo in range(0, length, group)]
 
 
-def _in_turn(arrays: list[mx.array], before: list[mx.array]) -> list[mx.array]:
+def in_turn(arrays: list[mx.array], before: list[mx.array]) -> list[mx.array]:
     """`arrays`, available once all of `before` is computed."""
     return mx.depends(arrays, before) if before else arrays

@@ -1,0 +1,187 @@
+"""The doors between model files and recurrences: what restarts at a branch, and that no model is left at a loop."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm.models
+import pytest
+import tiny
+import tiny_configs
+from mlx_lm.models import gated_delta
+
+from segtrain.engine import objectives
+from segtrain.engine.backward import FullBackward, SegmentedBackward
+from segtrain.engine.layouts import Stream, pair, shared_prefix
+from segtrain.models import recurrences, support
+from segtrain.models.plain import PlainForward
+from segtrain.models.recurrences import DOORS, RESTARTS, by_branches
+from segtrain.models.stack import LayerStack
+from segtrain.models.stream_ops import stream_ops
+from segtrain.recurrence.short_conv import depthwise
+
+CHANNELS = 6
+
+
+def stream(prefix: int, branches: tuple[int, ...]) -> Stream:
+    return Stream(mx.zeros((1, prefix + sum(branches)), mx.int32), prefix, branches)
+
+
+def decayed(sequences, state):
+    """state = state / 2 + x, all of them as outputs."""
+    outputs = []
+    for t in range(sequences[0].shape[1]):
+        state = (0 if state is None else state / 2) + sequences[0][:, t] * sequences[1][:, t]
+        outputs.append(state)
+    return mx.stack(outputs, axis=1), state
+
+
+def separately(run: Callable, of: Stream, *rows: mx.array) -> mx.array:
+    """`run` over [prompt; branch] for each branch by itself; the prompt's outputs once."""
+    outputs, start = [], of.prefix
+    for length in of.branches:
+        whole = [mx.concatenate([x[:, : of.prefix], x[:, start : start + length]], axis=1) for x in rows]
+        y = run(*whole)
+        outputs.append(y[:, of.prefix if outputs else 0 :])
+        start += length
+    return mx.concatenate(outputs, axis=1)
+
+
+def same_with_gradients(ours: Callable, theirs: Callable, *inputs: mx.array) -> bool:
+    mx.random.seed(9)
+    cotangent = mx.random.normal(theirs(*inputs).shape)
+    both = [mx.vjp(f, list(inputs), [cotangent]) for f in (ours, theirs)]
+    return all(mx.allclose(a, b, atol=1e-5) for x, y in zip(*both, strict=True) for a, b in zip(x, y, strict=True))
+
+
+STREAMS = [stream(5, (3, 4)), stream(1, (3, 2)), stream(2, (1, 1, 4)), stream(0, (4, 3))]
+
+
+@pytest.mark.parametrize("of", STREAMS, ids=lambda of: f"{of.prefix}+{of.branches}")
+def test_branches_continue_from_the_prompts_state(of: Stream):
+    x, w = mx.random.normal((2, len(of), CHANNELS)), mx.random.normal((2, len(of), CHANNELS))
+    ours = lambda *rows: by_branches(of, decayed, rows)[0]  # noqa: E731
+    assert same_with_gradients(ours, lambda *rows: separately(lambda *r: decayed(r, None)[0], of, *rows), x, w)
+
+
+def test_a_stream_without_branches_gives_back_its_last_state():
+    of = stream(0, (7,))
+    x = mx.random.normal((1, 7, CHANNELS))
+    y, state = by_branches(Stream(of.tokens), decayed, [x, x], mx.ones((1, CHANNELS)))
+    assert mx.array_equal(y[:, -1], state)
+
+
+@pytest.mark.parametrize("of", STREAMS, ids=lambda of: f"{of.prefix}+{of.branches}")
+def test_a_convolution_continues_from_the_prompts_last_rows(of: Stream):
+    x, taps = mx.random.normal((2, len(of), CHANNELS)), mx.random.normal((CHANNELS, 4, 1))
+
+    def conv(x: mx.array, taps: mx.array) -> mx.array:
+        return mx.conv1d(mx.pad(x, [(0, 0), (3, 0), (0, 0)]), taps, groups=CHANNELS)
+
+    def through_the_door(x: mx.array, taps: mx.array) -> mx.array:
+        with stream_ops(of, []):
+            return conv(x, taps)
+
+    expected = lambda x, taps: separately(lambda x: conv(x, taps), of, x)  # noqa: E731
+    assert same_with_gradients(through_the_door, expected, x, taps)
+
+
+@pytest.mark.parametrize("T", [1, 2, 9])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_depthwise_is_mlxs_convolution(T: int, width: int):
+    x, taps = mx.random.normal((2, T + width - 1, CHANNELS)), mx.random.normal((CHANNELS, width, 1))
+    assert same_with_gradients(depthwise, lambda x, taps: mx.conv1d(x, taps, groups=CHANNELS), x, taps)
+
+
+def test_depthwise_holds_less_than_mlxs_convolution():
+    x, taps = mx.random.normal((1, 4099, 256)), mx.random.normal((256, 4, 1))
+
+    def copies(conv: Callable) -> float:
+        mx.eval(x, taps)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(mx.grad(lambda x: conv(x, taps).square().sum())(x))
+        return (mx.get_peak_memory() - before) / x.nbytes
+
+    assert copies(depthwise) < 5 < copies(lambda x, taps: mx.conv1d(x, taps, groups=256))
+
+
+def test_other_convolutions_stay_mlxs_or_are_refused():
+    x, weight = mx.random.normal((1, 8, 4)), mx.random.normal((5, 3, 4))
+    expected = mx.conv1d(x, weight, padding=1)
+    with stream_ops(Stream(mx.zeros((1, 8))), []):
+        assert mx.array_equal(mx.conv1d(x, weight, padding=1), expected)
+    with stream_ops(stream(3, (3, 2)), []), pytest.raises(NotImplementedError, match="8 rows in a stream of 8"):
+        mx.conv1d(x, weight, padding=1)
+
+
+def test_rows_that_are_not_the_streams_are_refused():
+    with pytest.raises(NotImplementedError, match=r"\[5\] rows in a stream of 8"):
+        by_branches(stream(3, (3, 2)), decayed, [mx.zeros((1, 5, 2))] * 2)
+
+
+def test_doors_are_put_back_after_an_error():
+    conv = mx.conv1d
+    inside = []
+
+    def fails() -> None:
+        with stream_ops(stream(1, (1,)), []):
+            inside.append(mx.conv1d)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert inside[0] is not conv
+    assert mx.conv1d is conv
+
+
+def test_every_file_that_uses_the_delta_rule_has_a_door():
+    files = Path(mlx_lm.models.__file__ or next(iter(mlx_lm.models.__path__)) + "/x").parent.glob("*.py")
+    users = {path.stem for path in files if "import gated_delta_update" in path.read_text()}
+    assert users - support.REFUSED.keys() == {file for file, name, _ in DOORS if name == "gated_delta_update"}
+
+
+def test_training_does_not_run_a_token_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    model = tiny_configs.build("qwen3_5")
+    lora = tiny.attach(model)
+
+    def loop(*_: object, **__: object) -> None:
+        raise AssertionError("a loop over tokens")
+
+    monkeypatch.setattr(gated_delta, "gated_delta_ops", loop)
+    SegmentedBackward(LayerStack(model), lora, objectives.sft).step(tiny.row(12, 4))
+    with pytest.raises(AssertionError, match="a loop over tokens"):
+        model(mx.zeros((1, 3), mx.int32))  # the control: mlx-lm's own pass does
+
+
+@contextmanager
+def one_after_the_other(name: str) -> Iterator[None]:
+    """The rejected response goes on from the chosen one, in recurrences or in convolutions."""
+
+    def run_on(of: Stream, run: Callable, sequences: list, state: mx.array | None = None) -> tuple:
+        return run(sequences, state)
+
+    def padded(of: Stream, x: mx.array, tail: int) -> list[mx.array]:
+        return [x]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recurrences, name, {"by_branches": run_on, "_padded_runs": padded}[name])
+        yield
+
+
+@pytest.mark.parametrize("name", ["by_branches", "_padded_runs"])
+def test_a_response_that_goes_on_from_the_other_is_seen(name: str):
+    model = tiny_configs.build("qwen3_5")
+    lora, stack = tiny.attach(model), LayerStack(model)
+    rows = tiny.tokens(9, 1), tiny.tokens(7, 2), tiny.tokens(8, 3)
+    expected = FullBackward(PlainForward(stack), lora, objectives.orpo()).step(pair(*rows))
+    shared = SegmentedBackward(stack, lora, objectives.orpo())
+    assert tiny.relative(expected.grads, shared.step(shared_prefix(*rows)).grads) < 1e-5
+    with one_after_the_other(name):
+        assert tiny.relative(expected.grads, shared.step(shared_prefix(*rows)).grads) > 1e-3
+
+
+def test_files_that_restart_share_a_prompt_in_the_table():
+    assert all(support.shares_prefix(file) for file in RESTARTS)
