@@ -80,9 +80,14 @@ def delta_rule(stream: Stream, attend: Any, original: Any) -> Any:
         if mask is not None:
             beta = mx.where(mask[..., None], beta, 0)
             log_decay = mx.where(mask.reshape(*mask.shape, *[1] * (log_decay.ndim - 2)), log_decay, 0)
-        return by_branches(stream, lambda x, before: gated_delta(*x, state=before), [q, k, v, log_decay, beta], state)
+        return by_branches(stream, _delta_rule, [q, k, v, log_decay, beta], state)
 
     return update
+
+
+def _delta_rule(sequences: Sequence[mx.array], state: mx.array | None) -> tuple[mx.array, mx.array]:
+    q, k, v, log_decay, beta = sequences
+    return gated_delta(q, k, v, log_decay, beta, state)
 
 
 def short_convolution(stream: Stream, original: Any) -> Any:
