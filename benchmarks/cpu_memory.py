@@ -144,14 +144,13 @@ def segtrain_backward(model: Any, options: dict[str, Any], loss: Any, meter: Any
 
     from segtrain.engine.backward import FullBackward, SegmentedBackward
     from segtrain.lora import layers as L
-    from segtrain.models.stack import LayerStack
+    from segtrain.models.stack import Execution, LayerStack
 
     lora = L.attach(model, rank=8, scale=2.0)
     lora.set({n: mx.random.normal(v.shape) * 0.02 if n.endswith("b") else v for n, v in lora.values().items()})
     mx.eval(lora.values())
-    stack = LayerStack(model)
     options = dict(options)
-    stack.mlp_rows = options.pop("mlp_rows", None)
+    stack = LayerStack(model).executing(Execution(options.pop("mlp_rows", None)))
     if options.pop("kind", "segmented") == "full":
         return FullBackward(stack, lora, loss, meter=meter, **options)
     return SegmentedBackward(stack, lora, loss, meter=meter, **options)

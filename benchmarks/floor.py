@@ -127,14 +127,13 @@ def segtrain_step(model, args, job):
     from segtrain.engine.backward import FullBackward, SegmentedBackward
     from segtrain.engine.layouts import pair, shared_prefix, single
     from segtrain.lora import layers
-    from segtrain.models.stack import LayerStack
+    from segtrain.models.stack import Execution, LayerStack
     from segtrain.recipe.schema import TrainRecipe
     from segtrain.run.optimizer import Optimizer, clip_factor, global_norm
 
     if not hasattr(model, "_lora"):
         model._lora = layers.attach(model, rank=8, scale=20.0)
-    stack = LayerStack(model)
-    stack.mlp_rows, stack.dequantize = job.get("mlp_rows"), job.get("dequantize", False)
+    stack = LayerStack(model).executing(Execution(job.get("mlp_rows"), job.get("dequantize", False)))
     T = job["T"]
     ids = mx.random.randint(0, args.vocab_size, (T + 1,)).tolist()
     if job.get("layout", "sft") == "sft":

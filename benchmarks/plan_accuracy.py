@@ -192,10 +192,11 @@ class Phases:
 
 def backward_of(model: Any, lora: Any, engine: dict[str, Any], loss: Any, meter: Any) -> Any:
     from segtrain.engine.backward import FullBackward, SegmentedBackward
-    from segtrain.models.stack import LayerStack
+    from segtrain.models.stack import Execution, LayerStack
 
-    stack, options = LayerStack(model), dict(engine)
-    stack.mlp_rows, stack.dequantize = options.pop("mlp_rows", None), options.pop("dequantize", False)
+    options = dict(engine)
+    execution = Execution(options.pop("mlp_rows", None), options.pop("dequantize", False))
+    stack = LayerStack(model).executing(execution)
     if options.pop("backward", "segmented") == "full":
         return FullBackward(stack, lora, loss, meter=meter, **options)
     return SegmentedBackward(stack, lora, loss, meter=meter, **options)

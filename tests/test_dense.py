@@ -9,7 +9,7 @@ from segtrain.engine import objectives
 from segtrain.engine.backward import SegmentedBackward
 from segtrain.models import dense
 from segtrain.models.dense import dense_weight, dequantized, dequantized_in_slices, quantized_modules
-from segtrain.models.stack import LayerStack
+from segtrain.models.stack import Execution, LayerStack
 
 LINEAR = 7
 
@@ -90,7 +90,7 @@ def test_a_stack_on_dense_weights_slices_its_head(family: str, compiled: bool, m
     calls: list[int] = []
     original = dense._in_slices
     monkeypatch.setattr(dense, "_in_slices", lambda module, x: calls.append(1) or original(module, x))
-    stack.dequantize = True
+    stack = stack.executing(Execution(dequantize=True))
     actual = SegmentedBackward(stack, lora, objectives.sft, head_chunk=8, compiled=compiled).step(tiny.row())
     assert calls
     assert actual.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=2e-6)

@@ -78,9 +78,9 @@ def test_products_are_kept_of_the_last_trainable_layers(
     backward, seen = engine(keep=keep, layers=layers, segment_size=1), {}
     original = SegmentedBackward._segment_vjp
 
-    def watching(self, tape, segment, carry, cotangents, grads, settle, products):
+    def watching(self, tape, segment, carry, cotangents, grads, evaluator, products):
         seen[segment.lo] = products
-        original(self, tape, segment, carry, cotangents, grads, settle, products)
+        original(self, tape, segment, carry, cotangents, grads, evaluator, products)
 
     monkeypatch.setattr(SegmentedBackward, "_segment_vjp", watching)
     backward.step(tiny.row())
@@ -224,9 +224,9 @@ def test_sizes_below_one_are_refused(option: str):
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_the_evaluator_evaluates_everything(lookahead: int):
-    settle = Evaluator(lookahead)
+    evaluator = Evaluator(lookahead)
     arrays = [mx.ones((4,)) * i for i in range(5)]
     for array in arrays:
-        settle([array, {"x": array + 1}])
-    settle.drain()
+        evaluator([array, {"x": array + 1}])
+    evaluator.drain()
     assert [a[0].item() for a in arrays] == [0, 1, 2, 3, 4]

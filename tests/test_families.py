@@ -7,7 +7,7 @@ runs it (its caches, masks, attention and positions), differentiated as a whole;
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
@@ -30,7 +30,7 @@ from segtrain.lora.layers import EXPERTS, Lora
 from segtrain.models import exceptions, support
 from segtrain.models.capture import arrays
 from segtrain.models.plain import PlainForward
-from segtrain.models.stack import LayerStack
+from segtrain.models.stack import Execution, LayerStack
 from segtrain.recipe.schema import LoraRecipe
 
 LOSS, GRADIENT = 2e-6, 1e-5
@@ -173,11 +173,7 @@ def test_compiled_segments_give_the_same_gradients(name: str):
 def test_chunks_of_tokens_kept_layers_and_leanest_boundaries(name: str):
     of = family(name)
     expected = of.step(tiny.row(LENGTH, PROMPT))
-    of.stack.mlp_rows = 5
-    try:
-        chunked = of.step(tiny.row(LENGTH, PROMPT))
-    finally:
-        of.stack.mlp_rows = None
+    chunked = replace(of, stack=of.stack.executing(Execution(mlp_rows=5))).step(tiny.row(LENGTH, PROMPT))
     kept = tiny.segmented(of.stack, of.lora, objectives.sft, keep=1, leanest=True).step(tiny.row(LENGTH, PROMPT))
     assert worst(expected.grads, chunked.grads) <= GRADIENT
     assert worst(expected.grads, kept.grads) <= GRADIENT

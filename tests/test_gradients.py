@@ -15,7 +15,7 @@ from segtrain.engine import objectives
 from segtrain.engine.backward import FullBackward, SegmentedBackward, Step
 from segtrain.engine.layouts import RESPONSE, Layout, pair
 from segtrain.lora.layers import DropoutKeys, Lora
-from segtrain.models.stack import LayerStack
+from segtrain.models.stack import Execution, LayerStack
 
 FAMILIES = list(tiny.FAMILIES)
 IDS = tiny.tokens(18)
@@ -128,23 +128,13 @@ def test_dropout_is_the_same_in_both_streams_of_a_pair():
 @pytest.mark.parametrize("bits", [0, 4])
 def test_mlp_in_chunks_of_tokens(rows: int, dropout: float, bits: int):
     options = {"dropout": dropout, "bits": bits}
-    stack, _ = setup("llama", **options)
-    stack.mlp_rows = rows
-    try:
-        step = segmented("llama", options, segment_size=2)
-    finally:
-        stack.mlp_rows = None
+    step = segmented("llama", options, segment_size=2, execution=Execution(mlp_rows=rows))
     check(full("llama", **options), step)
 
 
 @pytest.mark.parametrize("engine", [{}, {"segment_size": 2, "keep": 2}], ids=str)
 def test_dense_copies_of_quantised_weights(engine: dict):
-    stack, _ = setup("llama", bits=4)
-    stack.dequantize = True
-    try:
-        step = segmented("llama", {"bits": 4}, **engine)
-    finally:
-        stack.dequantize = False
+    step = segmented("llama", {"bits": 4}, execution=Execution(dequantize=True), **engine)
     check(full("llama", bits=4), step)
 
 
@@ -188,13 +178,8 @@ def test_compiled_graphs_serve_other_rows_and_parameters(kind: type, dropout: fl
 )
 def test_compiled_with_other_options(options: dict):
     stack, lora = setup("llama", bits=4)
-    try:
-        for name, value in options.items():
-            setattr(stack, name, value)
-        backward = SegmentedBackward(stack, lora, objectives.sft, compiled=True)
-        steps = [backward.step(row()) for _ in range(2)]
-    finally:
-        stack.mlp_rows, stack.dequantize = None, False
+    backward = SegmentedBackward(stack.executing(Execution(**options)), lora, objectives.sft, compiled=True)
+    steps = [backward.step(row()) for _ in range(2)]
     for step in steps:
         check(full("llama", bits=4), step)
 
@@ -256,8 +241,8 @@ def test_bf16_is_as_near_to_the_float32_truth_as_full_backward(family: str, bits
 def test_control_a_dropped_donor_cotangent_is_seen(monkeypatch):
     original = SegmentedBackward._segment_vjp
 
-    def dropping(self, tape, segment, carry, cotangents, grads, settle, products):
-        original(self, tape, segment, carry, cotangents, grads, settle, products)
+    def dropping(self, tape, segment, carry, cotangents, grads, evaluator, products):
+        original(self, tape, segment, carry, cotangents, grads, evaluator, products)
         for name in [n for n in cotangents if n != "h"]:
             cotangents[name] = mx.zeros_like(cotangents[name])
 

@@ -8,7 +8,7 @@ import tiny_configs
 
 from segtrain.engine import objectives
 from segtrain.engine.backward import FullBackward, SegmentedBackward
-from segtrain.models.stack import LayerStack
+from segtrain.models.stack import Execution, LayerStack
 from segtrain.models.tokenwise import FORWARD, NAMES, chunked, tokenwise_modules
 
 ROWS = 23
@@ -71,5 +71,5 @@ def test_experts_draw_the_same_masks_in_both_passes(name: str):
     lora = tiny.attach(model, dropout=0.3)
     stack, row = LayerStack(model), tiny.row(ROWS)
     expected = FullBackward(stack, lora, objectives.sft).step(row).grads
-    stack.mlp_rows = 4
+    stack = stack.executing(Execution(mlp_rows=4))
     assert tiny.relative(expected, SegmentedBackward(stack, lora, objectives.sft).step(row).grads) < 1e-5

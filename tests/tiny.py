@@ -16,7 +16,7 @@ from segtrain.engine.objectives import Objective
 from segtrain.engine.segments import layer_cuts, leanest_boundaries
 from segtrain.lora import layers as lora_module
 from segtrain.lora.layers import Lora, swapped
-from segtrain.models.stack import LayerStack
+from segtrain.models.stack import Execution, LayerStack
 
 VOCAB = 97
 
@@ -124,14 +124,20 @@ def attach(model: nn.Module, **options: Any) -> Lora:
 
 
 def segmented(
-    stack: LayerStack, lora: Lora, objective: Objective, *, leanest: bool = False, **options: Any
+    stack: LayerStack,
+    lora: Lora,
+    objective: Objective,
+    *,
+    leanest: bool = False,
+    execution: Execution | None = None,
+    **options: Any,
 ) -> SegmentedBackward:
     """The engine; `leanest`: with the fewest boundaries with which backward holds the fewest edges."""
     if leanest:
         size, keep = options.get("segment_size", 1), options.get("keep", 0)
         _, trained = layer_cuts(len(stack), size, lowest=lora.lowest, keep=keep)
         options["boundaries"], _ = leanest_boundaries(len(trained))
-    return SegmentedBackward(stack, lora, objective, **options)
+    return SegmentedBackward(stack.executing(execution or stack.execution), lora, objective, **options)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

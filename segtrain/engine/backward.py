@@ -21,7 +21,7 @@ Full. `FullBackward` is plain reverse-mode autodiff over the model's own forward
 the faster way for short rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
@@ -30,13 +30,16 @@ import mlx.core as mx
 
 from segtrain.engine.head import PADDED_ROWS, Scorer, cotangent, log_softmax_at, padded_rows, score, scorer
 from segtrain.engine.layouts import Layout, Span, Stream
-from segtrain.engine.objectives import LossValue, Objective, Scores, value_and_grad
+from segtrain.engine.objectives import LossValue, Objective, Scores, Sums, value_and_grad
 from segtrain.engine.segments import HIDDEN, Segment, grouped, layer_cuts, split
+from segtrain.engine.traces import Traces
 from segtrain.lora.flat import Packed
-from segtrain.lora.layers import Lora, swapped
+from segtrain.lora.layers import Lora, Slot, swapped
 
 Carry: TypeAlias = dict[str, mx.array]
 Products: TypeAlias = dict[Segment, list[mx.array]]
+Scored: TypeAlias = dict[str, tuple[mx.array, mx.array, mx.array]]
+"""By span: rows [M], targets [M], and weights [M] that are 0 for filler."""
 Meter: TypeAlias = Callable[[str, int], AbstractContextManager[None]]
 """(phase, stream number) -> a context around that phase: where memory and time are read."""
 
@@ -49,14 +52,10 @@ class Tape(Protocol):
 
 
 class Pure(Protocol):
-    """Layers lo..hi-1 as a function of carries and frozen arrays; equal keys, equal functions."""
+    """A range of layers as a function of carries and frozen arrays; equal keys, equal functions."""
 
     @property
     def key(self) -> tuple | None: ...
-    @property
-    def lo(self) -> int: ...
-    @property
-    def hi(self) -> int: ...
     @property
     def run(self) -> Callable[[Mapping[str, mx.array], Sequence[mx.array]], Carry]: ...
     @property
@@ -66,6 +65,8 @@ class Pure(Protocol):
 class Stack(Protocol):
     """A model whose layers run by ranges (`models.stack.LayerStack`)."""
 
+    @property
+    def execution(self) -> Hashable: ...
     def __len__(self) -> int: ...
     def reads(self, i: int) -> tuple[str, ...]: ...
     def writes(self, i: int) -> tuple[str, ...]: ...
@@ -88,6 +89,11 @@ class Step:
 
 
 class Backward(Protocol):
+    @property
+    def lora(self) -> Lora: ...
+    @property
+    def objective(self) -> Objective: ...
+    def score(self, layout: Layout) -> Scores: ...
     def step(self, layout: Layout) -> Step: ...
     def evaluate(self, layout: Layout) -> LossValue: ...
 
@@ -129,7 +135,8 @@ class SegmentedBackward:
 
     Of the layers, `segment_size` are live at a time; the head takes `head_chunk` rows at a time; the matrix products
     of the last `keep` layers stay from forward to backward, and so do the carries of `boundaries` segment edges
-    (None: of all). `compiled`: one graph for all segments that compute the same, and one for the head's chunks.
+    (None: of all). `compiled`: one graph for all segments that compute the same, and one for the head's chunks, held
+    in `traces`, which engines of one model and adapter may share.
     Raises ValueError for a setting that no step could run with.
     """
 
@@ -146,13 +153,14 @@ class SegmentedBackward:
         lookahead: int = 0,
         compiled: bool = False,
         meter: Meter = no_meter,
+        traces: Traces | None = None,
     ):
         if head_chunk < 1:
             raise ValueError(f"head_chunk must be at least 1, not {head_chunk}")
         self.stack, self.lora, self.objective, self.meter = stack, lora, objective, meter
         self.head_chunk, self.lookahead = head_chunk, lookahead
         self.compiled = compiled and not lora.dropout  # a traced graph would hold the first row's dropout masks
-        self._traced: dict[tuple, Callable] = {}
+        self.traces = Traces() if traces is None else traces
         frozen, trained = layer_cuts(len(stack), segment_size, lowest=lora.lowest, keep=keep)
         segments = split(len(stack), frozen + trained, stack.reads, stack.writes)
         self.frozen, rest = segments[: len(frozen)], segments[len(frozen) :]
@@ -161,70 +169,84 @@ class SegmentedBackward:
 
     def step(self, layout: Layout) -> Step:
         """One row's loss and gradients. `layout`'s streams are independent but for the loss."""
-        settle = Evaluator(self.lookahead)
+        reference = reference_sums(self, layout)
+        evaluator = Evaluator(self.lookahead)
         tapes = [self.stack.begin(stream) for stream in layout.streams]
         products: list[Products] = [{} for _ in tapes]
         saved: list[list[Carry]] = []  # per stream: the carry at the start of each group
         hidden: list[mx.array] = []
         for number, tape in enumerate(tapes):
-            groups = [self.frozen, *self.groups]
-            _, *starts, final = self._forward(number, tape, {HIDDEN: tape.embedded}, groups, settle, products[number])
+            carry = self._forward(number, tape, {HIDDEN: tape.embedded}, self.frozen, evaluator)
+            starts, final = self._edges(number, tape, carry, self.groups, evaluator, products[number])
             saved.append(starts)
             hidden.append(final[HIDDEN])
-            del starts, final
-        value, dhs = self._head(layout, hidden, settle)
+            del carry, starts, final
+        value, dhs = self._head(layout, hidden, reference, evaluator)
         grads: dict[str, mx.array] = {}
         for number, tape in enumerate(tapes):
-            self._backward(number, tape, saved[number], products[number], {HIDDEN: dhs.pop(0)}, grads, settle)
-        packed = self.lora.packing.pack(grads)
-        settle(packed.array)
-        settle.drain()
-        return Step(value, packed)
+            self._backward(number, tape, saved[number], products[number], {HIDDEN: dhs.pop(0)}, grads, evaluator)
+        flat = self.lora.packing.pack(grads)
+        evaluator(flat.array)
+        evaluator.drain()
+        return Step(value, flat)
 
     def evaluate(self, layout: Layout) -> LossValue:
         """The loss alone, without dropout."""
-        settle = Evaluator(self.lookahead)
+        return self.objective.loss(replace(self.score(layout), reference=reference_sums(self, layout)))
+
+    def score(self, layout: Layout) -> Scores:
+        """Each span's sum of log-probs, without dropout. Of a stream's carries only the last ones are held."""
+        evaluator = Evaluator(self.lookahead)
+        segments = [*self.frozen, *(segment for group in self.groups for segment in group)]
         sums: dict[str, mx.array] = {}
         with self.lora.dropout_keys.disabled():
             for number, stream in enumerate(layout.streams):
                 tape = self.stack.begin(stream)
-                h = self._forward(number, tape, {HIDDEN: tape.embedded}, [self.frozen, *self.groups], settle)[-1][
-                    HIDDEN
-                ]
-                scores = self._score(layout, number, h, settle, gradient=False)
+                h = self._forward(number, tape, {HIDDEN: tape.embedded}, segments, evaluator)[HIDDEN]
+                scores = self._score(layout, number, h, evaluator, gradient=False)
                 sums |= {name: logp for name, (_, logp, _) in scores.items()}
-        settle.drain()
-        return self.objective.loss(Scores(sums, _counts(layout)))
+        evaluator.drain()
+        return Scores(sums, _counts(layout))
+
+    def _edges(
+        self,
+        number: int,
+        tape: Tape,
+        carry: Carry,
+        groups: Sequence[Sequence[Segment]],
+        evaluator: Evaluator,
+        products: Products | None = None,
+    ) -> tuple[list[Carry], Carry]:
+        """Run groups of segments in order; returns the carry at the start of each group, and the last one."""
+        starts = []
+        for group in groups:
+            starts.append(carry)
+            carry = self._forward(number, tape, carry, group, evaluator, products)
+        return starts, carry
 
     def _forward(
         self,
         number: int,
         tape: Tape,
         carry: Carry,
-        groups: Sequence[Sequence[Segment]],
-        settle: Evaluator,
+        segments: Sequence[Segment],
+        evaluator: Evaluator,
         products: Products | None = None,
-    ) -> list[Carry]:
-        """Run segments in order; returns the carry at the start of each group, and the last one.
-
-        Where `products` is given, it gets those of kept segments.
-        """
-        edges = []
+    ) -> Carry:
+        """Run segments in order; returns the carry after them. `products`, if given, gets those of kept segments."""
         self.lora.dropout_keys.stream = number
-        for group in groups:
-            edges.append(carry)
-            for segment in group:
-                with self.meter(f"forward{segment}", number):
-                    keep = products is not None and segment in self.kept
-                    written, made = self._segment_forward(tape, segment, carry, keep=keep)
-                    carry = carry | written
-                    if products is not None and keep:
-                        products[segment] = made
-                    settle([written, made])
-        return [*edges, carry]
+        for segment in segments:
+            with self.meter(f"forward{segment}", number):
+                keep = products is not None and segment in self.kept
+                written, made = self._segment_forward(tape, segment, carry, keep=keep)
+                carry = carry | written
+                if products is not None and keep:
+                    products[segment] = made
+                evaluator([written, made])
+        return carry
 
     def _score(
-        self, layout: Layout, number: int, h: mx.array, settle: Evaluator, *, gradient: bool
+        self, layout: Layout, number: int, h: mx.array, evaluator: Evaluator, *, gradient: bool
     ) -> dict[str, tuple[Span, mx.array, list[mx.array]]]:
         """Per span of stream `number`: the span, its sum of log-probs, and its unit gradient in chunks."""
         scores = {}
@@ -233,23 +255,31 @@ class SegmentedBackward:
             for name, span in layout.spans.items():
                 if span.stream == number:
                     scored = score(
-                        self.stack.logits, h, span, self.head_chunk, gradient=gradient, compiled=compiled, settle=settle
+                        self.stack.logits,
+                        h,
+                        span,
+                        self.head_chunk,
+                        gradient=gradient,
+                        compiled=compiled,
+                        evaluate=evaluator,
                     )
                     scores[name] = (span, scored.logp, scored.units)
         return scores
 
-    def _head(self, layout: Layout, hidden: list[mx.array], settle: Evaluator) -> tuple[LossValue, list[mx.array]]:
-        """The loss, and its gradient with respect to each stream's last hidden states, which are let go of."""
-        scores = [self._score(layout, n, h, settle, gradient=True) for n, h in enumerate(hidden)]
+    def _head(
+        self, layout: Layout, hidden: list[mx.array], reference: Sums, evaluator: Evaluator
+    ) -> tuple[LossValue, list[mx.array]]:
+        """The loss, and its gradient with respect to each stream's last hidden states, which are released."""
+        scores = [self._score(layout, n, h, evaluator, gradient=True) for n, h in enumerate(hidden)]
         sums = {name: logp for stream in scores for name, (_, logp, _) in stream.items()}
-        value, slopes = value_and_grad(self.objective, Scores(sums, _counts(layout)))
+        value, slopes = value_and_grad(self.objective, Scores(sums, _counts(layout), reference))
         dhs = []
         for h, stream in zip(hidden, scores, strict=True):
             dhs.append(cotangent(h, [(span, units, slopes[name]) for name, (span, _, units) in stream.items()]))
         del h, stream
         hidden.clear()
         scores.clear()
-        settle([value.total, value.metrics, dhs])
+        evaluator([value.total, value.metrics, dhs])
         return value, dhs
 
     def _backward(
@@ -260,16 +290,18 @@ class SegmentedBackward:
         products: Products,
         cotangents: Carry,
         grads: dict[str, mx.array],
-        settle: Evaluator,
+        evaluator: Evaluator,
     ) -> None:
         """From the last group to the first; adds to `grads`."""
         self.lora.dropout_keys.stream = number
         for group in reversed(self.groups):
-            edges = self._forward(number, tape, saved.pop(), [[s] for s in group[:-1]], settle)
+            edges, last = self._edges(number, tape, saved.pop(), [[s] for s in group[:-1]], evaluator)
+            edges.append(last)
+            del last
             for segment in reversed(group):
                 with self.meter(f"backward{segment}", number):
                     kept = products.pop(segment, None)
-                    self._segment_vjp(tape, segment, edges.pop(), cotangents, grads, settle, kept)
+                    self._segment_vjp(tape, segment, edges.pop(), cotangents, grads, evaluator, kept)
                     del kept
 
     def _segment_forward(
@@ -277,18 +309,17 @@ class SegmentedBackward:
     ) -> tuple[Carry, list[mx.array]]:
         """What `segment` writes, and the products that its backward pass can use (if kept), unevaluated."""
         pure = self.stack.pure(tape, segment.lo, segment.hi, shared=self.compiled)
-        lo, hi = pure.lo, pure.hi
+        slots = self.lora.slots(segment.lo, segment.hi)
+        stack, lo, hi, writes = self.stack, segment.lo, segment.hi, segment.writes
 
         def forward(given: Carry, values: list[mx.array], arrays: list[mx.array]) -> tuple[Carry, list[mx.array]]:
-            remembering = self.stack.remembering(lo, hi) if keep else nullcontext([])
-            with self.stack.prepared(lo, hi), swapped(self.lora.slots(lo, hi), values), remembering as products:
-                written = _pick(pure.run(given, arrays), segment.writes)
+            remembering = stack.remembering(lo, hi) if keep else nullcontext([])
+            with stack.prepared(lo, hi), swapped(slots, values), remembering as products:
+                written = _pick(pure.run(given, arrays), writes)
             return written, products
 
-        values = [slot.value for slot in self.lora.slots(segment.lo, segment.hi)]
-        function = self._trace(f"forward {keep}", pure, forward)
-        written, products = function(_pick(carry, segment.reads), values, pure.arrays)
-        return written, products
+        inputs = _pick(carry, segment.reads), [slot.value for slot in slots], pure.arrays
+        return self._run(("forward", keep, segment.reads, writes), pure, forward, *inputs)
 
     def _segment_vjp(
         self,
@@ -297,60 +328,69 @@ class SegmentedBackward:
         carry: Carry,
         cotangents: Carry,
         grads: dict[str, mx.array],
-        settle: Evaluator,
+        evaluator: Evaluator,
         products: list[mx.array] | None = None,
     ) -> None:
         """Replace the cotangents of what `segment` writes by those of what it reads; add its parameters' gradients."""
-        pure = self.stack.pure(tape, segment.lo, segment.hi, shared=self.compiled)
-        own, shared = (self.lora.slots(lo, hi) for lo, hi in ((segment.lo, segment.hi), (pure.lo, pure.hi)))
         reads = segment.reads if segment.lo > self.lora.lowest else ()  # nothing below the lowest needs a cotangent
+        names = [slot.name for slot in self.lora.slots(segment.lo, segment.hi)]
+        outer = {name: cotangents.pop(name) for name in segment.writes}
+        dcarry, dvalues = self._cotangents(tape, segment, reads, _pick(carry, segment.reads), outer, products or [])
+        del carry, products, outer  # from here on only the graph holds them: evaluating it frees them
+        _add(cotangents, reads, dcarry)
+        _add(grads, names, dvalues)
+        del dcarry, dvalues
+        evaluator([[cotangents[name] for name in reads], [grads[name] for name in names]])
 
-        def recalling(known: list[mx.array]) -> AbstractContextManager[None]:
-            return self.stack.recalling(pure.lo, pure.hi, known) if known else nullcontext()
-
-        def backward(
-            given: Carry, values: list[mx.array], arrays: list[mx.array], outer: Carry, known: list[mx.array]
-        ) -> tuple[list[mx.array], list[mx.array]]:
-            def outputs(*inputs: mx.array) -> list[mx.array]:
-                with swapped(shared, inputs[len(reads) :]), recalling(known):
-                    out = pure.run(given | dict(zip(reads, inputs[: len(reads)], strict=True)), arrays)
-                return [out[name] for name in segment.writes]
-
-            with self.stack.prepared(pure.lo, pure.hi):
-                inputs = [*(given[name] for name in reads), *values]
-                _, results = mx.vjp(outputs, inputs, [outer[name] for name in segment.writes])
-            return results[: len(reads)], results[len(reads) :]
-
-        # mlx's compiler fails on some kept segments whose inputs need no cotangent (mixtures of experts): not compiled.
-        whole = self._trace(f"backward {reads} {bool(products)}", pure, backward) if reads or not products else backward
-        dcarry, dvalues = whole(
-            _pick(carry, segment.reads),
-            [slot.value for slot in own],
-            pure.arrays,
-            {name: cotangents.pop(name) for name in segment.writes},
-            products or [],
-        )
-        for name, grad in zip(reads, dcarry, strict=True):
-            cotangents[name] = cotangents[name] + grad if name in cotangents else grad
-        for slot, grad in zip(own, dvalues, strict=True):
-            grads[slot.name] = grads[slot.name] + grad if slot.name in grads else grad
-        del carry, products, dcarry, dvalues
-        settle([[cotangents[name] for name in reads], [grads[slot.name] for slot in own]])
+    def _cotangents(
+        self,
+        tape: Tape,
+        segment: Segment,
+        reads: tuple[str, ...],
+        given: Carry,
+        outer: Carry,
+        products: list[mx.array],
+    ) -> tuple[list[mx.array], list[mx.array]]:
+        """The cotangents of the carries `reads` and of the segment's parameters, given those of what it writes."""
+        pure = self.stack.pure(tape, segment.lo, segment.hi, shared=self.compiled)
+        slots = self.lora.slots(segment.lo, segment.hi)
+        backward = _vjp_of(self.stack, pure, segment, slots, reads)
+        inputs = given, [slot.value for slot in slots], pure.arrays, outer, products
+        if products and not reads:  # mlx's compiler fails on some of these (mixtures of experts)
+            return backward(*inputs)
+        return self._run(("backward", reads, segment.reads, segment.writes), pure, backward, *inputs)
 
     def _scorer(self, gradient: bool) -> Scorer:
-        key = ("head", gradient)
-        if key not in self._traced:
-            self._traced[key] = mx.compile(scorer(self.stack.logits, gradient=gradient))
-        return self._traced[key]
+        rows = scorer(self.stack.logits, gradient=gradient)
+        return lambda *inputs: self.traces(("head", gradient, self.stack.execution), rows, *inputs)
 
-    def _trace(self, kind: str, pure: Pure, function: Callable) -> Callable:
-        """`function` itself, or one compiled graph for all segments that compute the same."""
-        if pure.key is None:
-            return function
-        key = (kind, pure.key)
-        if key not in self._traced:
-            self._traced[key] = mx.compile(function)
-        return self._traced[key]
+    def _run(self, key: tuple, pure: Pure, function: Callable, *inputs: Any) -> Any:
+        """`function(*inputs)`, by one compiled graph for all segments that compute the same where they share one."""
+        return function(*inputs) if pure.key is None else self.traces((*key, pure.key), function, *inputs)
+
+
+def _vjp_of(stack: Stack, pure: Pure, segment: Segment, slots: Sequence[Slot], reads: tuple[str, ...]) -> Callable:
+    """(carry, trainable values, frozen arrays, outer cotangents, kept products) to the cotangents of the first two.
+
+    Of the carry, `reads` alone get one.
+    """
+    lo, hi, writes = segment.lo, segment.hi, segment.writes
+
+    def backward(
+        given: Carry, values: list[mx.array], arrays: list[mx.array], outer: Carry, products: list[mx.array]
+    ) -> tuple[list[mx.array], list[mx.array]]:
+        def outputs(*inputs: mx.array) -> list[mx.array]:
+            recalling = stack.recalling(lo, hi, products) if products else nullcontext()
+            with swapped(slots, inputs[len(reads) :]), recalling:
+                out = pure.run(given | dict(zip(reads, inputs[: len(reads)], strict=True)), arrays)
+            return [out[name] for name in writes]
+
+        with stack.prepared(lo, hi):
+            inputs = [*(given[name] for name in reads), *values]
+            _, results = mx.vjp(outputs, inputs, [outer[name] for name in writes])
+        return results[: len(reads)], results[len(reads) :]
+
+    return backward
 
 
 class FullBackward:
@@ -361,27 +401,50 @@ class FullBackward:
     """
 
     def __init__(
-        self, stack: Stack, lora: Lora, objective: Objective, *, compiled: bool = False, meter: Meter = no_meter
+        self,
+        stack: Stack,
+        lora: Lora,
+        objective: Objective,
+        *,
+        compiled: bool = False,
+        meter: Meter = no_meter,
+        traces: Traces | None = None,
     ):
         self.stack, self.lora, self.objective, self.meter = stack, lora, objective, meter
         self.compiled = compiled and not lora.dropout  # as in `SegmentedBackward`
-        self._traced: dict[tuple, Callable] = {}
+        self.traces = Traces() if traces is None else traces
 
     def step(self, layout: Layout) -> Step:
+        inputs = self._inputs(layout, reference_sums(self, layout))
         params = self.lora.packed()
         self.lora.dropout_keys.stream = 0
         with self.meter("step", 0):
-            (loss, metrics), grads = self._function(layout)(params.array, *self._inputs(layout))
+            (loss, metrics), grads = self._run(layout, params.array, *inputs)
             mx.eval(loss, metrics, grads)
         return Step(LossValue(loss, self._weight(layout), metrics), params.with_array(grads))
 
     def evaluate(self, layout: Layout) -> LossValue:
+        """The loss alone, without dropout, by one pass over the whole row."""
+        return self.objective.loss(replace(self.score(layout), reference=reference_sums(self, layout)))
+
+    def score(self, layout: Layout) -> Scores:
+        """Each span's sum of log-probs, without dropout."""
+        tokens, scored, *_ = self._inputs(layout, {})
         with self.lora.dropout_keys.disabled():
-            total, metrics = self._total(layout, *self._inputs(layout))
-        return LossValue(total, self._weight(layout), metrics)
+            sums = self._sums(layout, tokens, scored)
+        mx.eval(sums)
+        return Scores(sums, _counts(layout))
+
+    def _run(self, layout: Layout, *inputs: Any) -> Any:
+        function = self._function(layout)
+        if not self.compiled:
+            return function(*inputs)
+        spans = tuple((name, span.stream, layout.scores_all(name)) for name, span in layout.spans.items())
+        streams = tuple((stream.prefix, stream.branches) for stream in layout.streams)
+        return self.traces(("full", self.objective, spans, streams), function, *inputs)
 
     def _function(self, layout: Layout) -> Callable:
-        """(packed parameters, *inputs) to ((loss, metrics), packed gradients)."""
+        """(flat parameters, *inputs) to ((loss, metrics), flat gradients)."""
 
         def function(params: mx.array, *inputs: Any) -> Any:
             lora, slots, views = self.lora, self.lora.packed_slots, self.lora.packing.views
@@ -397,22 +460,21 @@ class FullBackward:
                 grads = grads + lora.packing.join(of_masters)
             return value, grads
 
-        if not self.compiled:
-            return function
-        spans = tuple((name, span.stream, layout.scores_all(name)) for name, span in layout.spans.items())
-        key = (spans, *((stream.prefix, stream.branches) for stream in layout.streams))
-        if key not in self._traced:
-            self._traced[key] = mx.compile(function)
-        return self._traced[key]
+        return function
 
     def _total(
         self,
         layout: Layout,
         tokens: list[mx.array],
-        scored: dict[str, tuple[mx.array, mx.array, mx.array]],
+        scored: Scored,
         counts: dict[str, mx.array],
+        reference: Sums,
     ) -> tuple[mx.array, dict[str, mx.array]]:
         """The loss with everything that varies from row to row among the arguments; `layout` gives the structure."""
+        value = self.objective.loss(Scores(self._sums(layout, tokens, scored), counts, reference))
+        return value.total, value.metrics
+
+    def _sums(self, layout: Layout, tokens: list[mx.array], scored: Scored) -> dict[str, mx.array]:
         sums = {}
         for number, stream in enumerate(layout.streams):
             self.lora.dropout_keys.stream = number
@@ -421,20 +483,30 @@ class FullBackward:
                 if layout.spans[name].stream == number:
                     picked = logits if layout.scores_all(name) else mx.take(logits, rows, axis=-2)
                     sums[name] = (log_softmax_at(picked, targets) * weights).sum()
-        value = self.objective.loss(Scores(sums, counts))
-        return value.total, value.metrics
+        return sums
 
-    def _inputs(self, layout: Layout) -> tuple[list[mx.array], dict[str, tuple], dict[str, mx.array]]:
+    def _inputs(
+        self, layout: Layout, reference: Sums
+    ) -> tuple[list[mx.array], Scored, dict[str, mx.array], dict[str, mx.array]]:
         multiple = PADDED_ROWS if self.compiled else 1
         tokens = [stream.tokens for stream in layout.streams]
         scored = {
             name: padded_rows(span, 1 if layout.scores_all(name) else multiple) for name, span in layout.spans.items()
         }
-        return tokens, scored, {name: mx.array(float(n)) for name, n in _counts(layout).items()}
+        counts = {name: mx.array(float(n)) for name, n in _counts(layout).items()}
+        return tokens, scored, counts, dict(reference)
 
     def _weight(self, layout: Layout) -> float:
         zeros = {name: mx.array(0.0) for name in layout.spans}
-        return float(self.objective.loss(Scores(zeros, _counts(layout))).weight)
+        return float(self.objective.loss(Scores(zeros, _counts(layout), zeros)).weight)
+
+
+def reference_sums(backward: Backward, layout: Layout) -> Sums:
+    """The spans' sums of log-probs by the model without its adapter, where the objective needs them."""
+    if not backward.objective.needs_reference:
+        return {}
+    with backward.lora.disabled():
+        return backward.score(layout).sums
 
 
 def _counts(layout: Layout) -> dict[str, int]:
@@ -443,3 +515,8 @@ def _counts(layout: Layout) -> dict[str, int]:
 
 def _pick(carry: Mapping[str, mx.array], names: Sequence[str]) -> Carry:
     return {name: carry[name] for name in names}
+
+
+def _add(sums: dict[str, mx.array], names: Sequence[str], arrays: Sequence[mx.array]) -> None:
+    for name, array in zip(names, arrays, strict=True):
+        sums[name] = sums[name] + array if name in sums else array

@@ -69,11 +69,11 @@ def score(
     *,
     gradient: bool,
     compiled: Scorer | None = None,
-    settle: Callable[[list[mx.array]], None] = mx.eval,
+    evaluate: Callable[[list[mx.array]], None] = mx.eval,
 ) -> SpanScore:
     """Sum of log-probs of `span.targets` given rows `span.rows` of `h`, and its unit gradient if wanted.
 
-    `settle` gets what each chunk made, to evaluate it before the next one is begun. `compiled` is the compiled
+    `evaluate` gets what each chunk made, to evaluate it before the next one is begun. `compiled` is the compiled
     `scorer`.
     """
     rows_scorer = compiled or scorer(logits, gradient=gradient)
@@ -82,7 +82,7 @@ def score(
         logp, *unit = rows_scorer(mx.take(h, rows, axis=-2), *given)
         total = total + logp
         units += unit
-        settle([total, *unit])
+        evaluate([total, *unit])
     return SpanScore(total, units)
 
 

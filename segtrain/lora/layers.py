@@ -250,6 +250,27 @@ class Lora:
             slot.module[slot.key] = values[slot.name]
         self._packed = values if isinstance(values, Packed) and values.packing == self.packing else None
 
+    @contextmanager
+    def with_values(self, values: Mapping[str, mx.array]) -> Iterator[None]:
+        """The adapter with these values, by parameter name, while the block runs."""
+        before, packed = self.values(), self._packed
+        self.set(values)
+        try:
+            yield
+        finally:
+            self.set(before)
+            self._packed = packed
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The model without its adapter while the block runs: B is zero, so that y = base(x) + 0.
+
+        Values are inputs of every compiled graph, so those made with the adapter serve here too.
+        """
+        zeros = {slot.name: mx.zeros_like(slot.value) for slot in self.slots() if slot.key == TRAINABLE[1]}
+        with self.dropout_keys.disabled(), self.with_values(self.values() | zeros):
+            yield
+
     @cached_property
     def packing(self) -> Packing:
         """The order in which the parameters are packed: every A, then every B."""

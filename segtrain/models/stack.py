@@ -14,6 +14,7 @@ use. `logits` calls the model with its layers as identities, which leaves the fi
 soft-cap. A model whose layers are called out of order, skipped, twice, or with glue between them is refused.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -86,23 +87,30 @@ class Tape:
     stream: Stream
     embedded: mx.array
     calls: list[_Call]
-    kinds: dict[int, int] = field(default_factory=dict)  # by layer, see `LayerStack._kind`
+    kinds: dict[int, tuple] = field(default_factory=dict)  # by layer, see `LayerStack._kind`
 
 
 @dataclass(frozen=True)
 class Pure:
     """A layer range as a function of its arrays alone: `run(carry, arrays)`.
 
-    Ranges with the same `key` compute the same function, that of layers lo..hi-1; `arrays` are this range's own
-    frozen weights and constants. With `key` None nothing is shared: `arrays` is empty, and `run` uses what the layers
-    hold.
+    Ranges with the same `key` compute the same function; `arrays` are this range's own frozen weights and constants.
+    With `key` None nothing is shared: `arrays` is empty, and `run` uses what the layers hold.
     """
 
     key: tuple | None
-    lo: int
-    hi: int
     run: Callable[[Mapping[str, mx.array], Sequence[mx.array]], dict[str, mx.array]]
     arrays: list[mx.array]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How layers run. `mlp_rows`: tokens that a layer's MLP takes at a time, None for all. `dequantize`: whether they
+    work on dense copies of quantised weights.
+    """
+
+    mlp_rows: int | None = None
+    dequantize: bool = False
 
 
 class LayerStack:
@@ -110,12 +118,10 @@ class LayerStack:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.mlp_rows: int | None = None  # tokens that a layer's MLP takes at a time; None: all
-        self.dequantize = False  # whether running layers work on dense copies of quantised weights
-        self._kinds: dict[tuple, int] = {}  # what there is to know of a layer and its call -> a number for it
+        self.execution = Execution()
         self._fingerprints: dict[int, int] = {}
+        self._numbers: dict[tuple, int] = {}  # a fingerprint -> a number for it
         self._places: dict[int, list[Place]] = {}
-        self._alike: dict[tuple, tuple[int, int, Callable]] = {}
         self.layers = list(model.layers)
         self._exceptions = exceptions_of(model)
         inner = {id(m) for m in quantized_modules(self.layers)}
@@ -130,6 +136,12 @@ class LayerStack:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def executing(self, execution: Execution) -> "LayerStack":
+        """The same layers, to be run so; this stack stays as it is."""
+        view = copy.copy(self)
+        view.execution = execution
+        return view
 
     def reads(self, i: int) -> tuple[str, ...]:
         """Carries beside `h` that layer `i` uses."""
@@ -156,14 +168,11 @@ class LayerStack:
     def pure(self, tape: Tape, lo: int, hi: int, *, shared: bool) -> Pure:
         """Layers lo..hi-1 as a function that, if `shared` and possible, serves every range of like layers."""
         if not shared:
-            return Pure(None, lo, hi, lambda carry, _: self.run(tape, carry, lo, hi), [])
-        key = (self.mlp_rows, self.dequantize, *(self._kind(tape, i) for i in range(lo, hi)))
-        if key not in self._alike:
-            self._alike[key] = lo, hi, self._function_of_arrays(tape, lo, hi)
+            return Pure(None, lambda carry, _: self.run(tape, carry, lo, hi), [])
+        key = (self.execution, *(self._kind(tape, i) for i in range(lo, hi)))
         own = [module[name] for i in range(lo, hi) for module, name in self._places[i]]
         constants = [array for call in tape.calls[lo:hi] for array in call.constants]
-        first, last, run = self._alike[key]
-        return Pure(key, first, last, run, [*own, *constants])
+        return Pure(key, self._function_of_arrays(tape, lo, hi), [*own, *constants])
 
     def _function_of_arrays(self, tape: Tape, lo: int, hi: int) -> Callable:
         """`run` of layers lo..hi-1 with their frozen arrays and the constants of their calls as second argument."""
@@ -177,20 +186,17 @@ class LayerStack:
 
         return run
 
-    def _kind(self, tape: Tape, i: int) -> int:
-        """A number that layer calls have in common when they compute the same function of their arrays."""
+    def _kind(self, tape: Tape, i: int) -> tuple:
+        """A description that layer calls have in common when they compute the same function of their arrays."""
         if i not in tape.kinds:
             if i not in self._places:
                 self._places[i] = places([self.layers[i]])
-                self._fingerprints[i] = self._interned(fingerprint(self.layers[i]))
+                self._fingerprints[i] = self._numbers.setdefault(fingerprint(self.layers[i]), len(self._numbers))
             stream = tape.stream
             call = _static(tape.calls[i], self._crossing)
             names = self._signatures[i].reads, self._writes[i]
-            tape.kinds[i] = self._interned((self._fingerprints[i], names, call, stream.prefix, stream.branches))
+            tape.kinds[i] = (self._fingerprints[i], names, call, stream.prefix, stream.branches)
         return tape.kinds[i]
-
-    def _interned(self, description: tuple) -> int:
-        return self._kinds.setdefault(description, len(self._kinds))
 
     def remembering(self, lo: int, hi: int) -> AbstractContextManager[list[mx.array]]:
         """Around a forward pass of layers lo..hi-1: a list of the products that `recalling` needs."""
@@ -203,12 +209,12 @@ class LayerStack:
     def _linear(self, lo: int, hi: int) -> list[nn.Module]:
         """The linear layers whose products can be remembered: not those that work in chunks."""
         layers = self.layers[lo:hi]
-        chunked = [] if self.mlp_rows is None else [m for layer in layers for m in tokenwise_modules(layer)]
+        chunked = [] if self.execution.mlp_rows is None else [m for layer in layers for m in tokenwise_modules(layer)]
         return linear_modules(layers, chunked)
 
     def prepared(self, lo: int, hi: int) -> AbstractContextManager[None]:
         """Around one use of layers lo..hi-1, a forward pass or a whole vjp: holds their dense weights if wanted."""
-        return dequantized(self.layers[lo:hi]) if self.dequantize else nullcontext()
+        return dequantized(self.layers[lo:hi]) if self.execution.dequantize else nullcontext()
 
     def logits(self, h: mx.array) -> mx.array:
         """What the model makes of `h` [..., M, H] after its last layer: logits [1, M, V]."""
@@ -218,7 +224,7 @@ class LayerStack:
         def identity(i: int, args: tuple, kwargs: dict[str, Any]) -> Any:
             return _placeholder(self._signatures[i].result, h if i == last else _hidden(args, kwargs))
 
-        dense = dequantized_in_slices(self._outer) if self.dequantize else nullcontext()
+        dense = dequantized_in_slices(self._outer) if self.execution.dequantize else nullcontext()
         with intercept(self.layers, identity), dense:
             return self.model(mx.zeros((1, h.shape[-2]), mx.int32))
 
@@ -232,9 +238,9 @@ class LayerStack:
             return self.model(stream.tokens, cache=caches) if caches else self.model(stream.tokens)
 
     def _in_chunks(self, lo: int, hi: int) -> AbstractContextManager[None]:
-        if self.mlp_rows is None:
+        if self.execution.mlp_rows is None:
             return nullcontext()
-        return chunked([m for layer in self.layers[lo:hi] for m in tokenwise_modules(layer)], self.mlp_rows)
+        return chunked([m for layer in self.layers[lo:hi] for m in tokenwise_modules(layer)], self.execution.mlp_rows)
 
     def _record(self, stream: Stream, recorder: "_Recorder") -> Tape:
         with intercept(self.layers, recorder):

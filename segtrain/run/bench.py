@@ -24,7 +24,7 @@ from segtrain.engine import layouts, objectives
 from segtrain.engine.backward import SegmentedBackward
 from segtrain.lora import layers as lora_module
 from segtrain.memory import machine
-from segtrain.models.stack import LayerStack
+from segtrain.models.stack import Execution, LayerStack
 
 GIB = 2**30
 SECONDS = 80.0  # the whole of it; what is left undone is said
@@ -162,11 +162,10 @@ def _engine(report: Report, size: Size) -> None:
 
     def step(*, mlp_rows: int | None = None, **options: Any) -> Callable[[], None]:
         def run() -> None:
-            stack.mlp_rows = mlp_rows
             engine.step(row)
-            stack.mlp_rows = None
 
-        engine = SegmentedBackward(stack, lora, objectives.sft, head_chunk=256, **options)
+        running = stack.executing(Execution(mlp_rows))
+        engine = SegmentedBackward(running, lora, objectives.sft, head_chunk=256, **options)
         return run
 
     plain, _ = _timed(report, "step, plain", step())
@@ -181,11 +180,12 @@ def _packed(report: Report, size: Size) -> None:
     """4-bit weights: products of packed weights against a dense copy per segment."""
     stack, lora = _model(size, report.backend, bits=4)
     row = _row(replace(size, tokens=size.tokens // PACKED_SHARE.get(report.backend, 1)))
-    engine = SegmentedBackward(stack, lora, objectives.sft, head_chunk=256)
 
     def step(dense: bool) -> Callable[[], None]:
+        running = stack.executing(Execution(dequantize=dense))
+        engine = SegmentedBackward(running, lora, objectives.sft, head_chunk=256)
+
         def run() -> None:
-            stack.dequantize = dense
             engine.step(row)
 
         return run

@@ -79,7 +79,6 @@ def _backward(loaded: Loaded, recipe: Recipe | None, plan: Plan, meter: Meter, *
         options |= {"dropout": recipe.lora.dropout, "layers": recipe.lora.layer_range(len(loaded.model.layers))}
     lora = lora_module.attach(loaded.model, **options)
     stack = LayerStack(loaded.model)
-    stack.mlp_rows, stack.dequantize = plan.mlp_rows, plan.dequantize
     return make_backward(plan, stack, lora, objectives.for_rows(pairs=preference), meter)
 
 

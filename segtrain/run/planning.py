@@ -121,7 +121,6 @@ class Planner:
         self._hold(plan)
         row = rows.of_layout(layout)
         self.watch.note(self.chooser.estimator.peak(row, plan).bytes, max(row.streams))
-        self.session.stack.mlp_rows, self.session.stack.dequantize = plan.mlp_rows, plan.dequantize
         if plan not in self._backwards:
             self._backwards[plan] = self.session.backward(plan, self.meter)
         return self._backwards[plan]

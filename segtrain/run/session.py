@@ -11,6 +11,7 @@ from segtrain.data.rows import PreferenceRow, Row
 from segtrain.engine.backward import Backward, FullBackward, Meter, SegmentedBackward, no_meter
 from segtrain.engine.layouts import Layout, padded, pair, shared_prefix, single
 from segtrain.engine.objectives import Objective
+from segtrain.engine.traces import Traces
 from segtrain.errors import UserError
 from segtrain.lora.layers import Lora, attach
 from segtrain.memory import machine
@@ -18,7 +19,7 @@ from segtrain.memory.backends import BACKENDS
 from segtrain.memory.plan import Plan
 from segtrain.models.load import Loaded
 from segtrain.models.quantized_check import check_quantized_products
-from segtrain.models.stack import LayerStack, UnsupportedModel
+from segtrain.models.stack import Execution, LayerStack, UnsupportedModel
 from segtrain.models.support import shares_prefix
 from segtrain.recipe.schema import Recipe
 
@@ -37,6 +38,7 @@ class Session:
     shares_prefix: bool
     notices: list[str] = field(default_factory=list)
     align: int = 1
+    traces: Traces = field(default_factory=Traces)
 
     def layout(self, row: Row) -> Layout:
         """The row's streams and spans, its stream lengths rounded up to what the backend's attention needs."""
@@ -59,15 +61,22 @@ class Session:
         return self.shares_prefix and row.rejected_prompt is None and len(row.prompt) >= SHARING_PAYS_FROM
 
     def backward(self, plan: Plan, meter: Meter = no_meter) -> Backward:
-        return make_backward(plan, self.stack, self.lora, self.objective, meter)
+        return make_backward(plan, self.stack, self.lora, self.objective, meter, self.traces)
 
 
-def make_backward(plan: Plan, stack: LayerStack, lora: Lora, objective: Objective, meter: Meter = no_meter) -> Backward:
-    """The backward pass that runs `plan`."""
+def make_backward(
+    plan: Plan,
+    stack: LayerStack,
+    lora: Lora,
+    objective: Objective,
+    meter: Meter = no_meter,
+    traces: Traces | None = None,
+) -> Backward:
+    """The backward pass that runs `plan`; `traces` holds its compiled graphs."""
     if plan.backward == "full":
-        return FullBackward(stack, lora, objective, compiled=plan.compiled, meter=meter)
+        return FullBackward(stack, lora, objective, compiled=plan.compiled, meter=meter, traces=traces)
     return SegmentedBackward(
-        stack,
+        stack.executing(Execution(plan.mlp_rows, plan.dequantize)),
         lora,
         objective,
         segment_size=plan.segment_size,
@@ -77,6 +86,7 @@ def make_backward(plan: Plan, stack: LayerStack, lora: Lora, objective: Objectiv
         lookahead=plan.lookahead,
         compiled=plan.compiled,
         meter=meter,
+        traces=traces,
     )
 
 
