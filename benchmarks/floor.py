@@ -155,7 +155,7 @@ def segtrain_step(model, args, job):
         loss = (result.loss.total / result.loss.weight).item()
         step.engine.append(time.perf_counter() - begun)
         factor = clip_factor(global_norm(result.grads) / result.loss.weight, 1e9) / result.loss.weight
-        model._lora.set(optimizer.update(model._lora.packed(), result.grads, factor))
+        model._lora.set(optimizer.update(model._lora.flat(), result.grads, factor))
         return loss
 
     step.engine = []

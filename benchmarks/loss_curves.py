@@ -71,7 +71,7 @@ def curve(bits: int, dtype: str, engine: dict[str, Any], steps: int) -> list[flo
     for _, row in zip(range(steps), rows, strict=False):
         step = backward.step(single(row))
         found.append(step.loss.total.item() / step.loss.weight)
-        lora.set(optimizer.update(lora.packed(), step.grads, 1 / step.loss.weight))
+        lora.set(optimizer.update(lora.flat(), step.grads, 1 / step.loss.weight))
     return found
 
 

@@ -222,7 +222,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     vocabulary = CONFIGS[case["family"]]["vocab_size"]
     short = {"layout": "sft", "length": 16} | dict.fromkeys(("prompt", "chosen", "rejected"), 16)
     step = backward.step(layout_of(short | {"layout": case["row"]["layout"]}, vocabulary))
-    lora.set(optimizer.update(lora.packed(), step.grads))
+    lora.set(optimizer.update(lora.flat(), step.grads))
     mx.eval(lora.values(), optimizer.state_dict())
     del step
     if limit := case.get("limit_bytes"):

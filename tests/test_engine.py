@@ -209,7 +209,7 @@ def test_a_failing_step_leaves_nothing_behind(family: str, options: dict, after:
 def test_a_failing_full_step_leaves_nothing_behind():
     model = tiny.build("llama")
     backward = FullBackward(LayerStack(model), tiny.attach(model), objectives.sft)
-    backward.lora.packed()  # its parameters are views of one array from the first step on
+    backward.lora.flat()  # its parameters are views of one array from the first step on
     before = state(model)
     with failing(model.layers[3].mlp), pytest.raises(RuntimeError, match="boom"):
         backward.step(tiny.row())

@@ -33,7 +33,7 @@ from segtrain.engine.layouts import Layout, Span, Stream
 from segtrain.engine.objectives import LossValue, Objective, Scores, Sums, value_and_grad
 from segtrain.engine.segments import HIDDEN, Segment, grouped, layer_cuts, split
 from segtrain.engine.traces import Traces
-from segtrain.lora.flat import Packed
+from segtrain.lora.flat import FlatArrays
 from segtrain.lora.layers import Lora, Slot, swapped
 
 Carry: TypeAlias = dict[str, mx.array]
@@ -85,7 +85,7 @@ class Step:
     """The loss of one row, and the gradient of its *total* (not yet divided by its weight) by parameter name."""
 
     loss: LossValue
-    grads: Packed
+    grads: FlatArrays
 
 
 class Backward(Protocol):
@@ -185,7 +185,7 @@ class SegmentedBackward:
         grads: dict[str, mx.array] = {}
         for number, tape in enumerate(tapes):
             self._backward(number, tape, saved[number], products[number], {HIDDEN: dhs.pop(0)}, grads, evaluator)
-        flat = self.lora.packing.pack(grads)
+        flat = self.lora.flat_layout.flatten(grads)
         evaluator(flat.array)
         evaluator.drain()
         return Step(value, flat)
@@ -416,7 +416,7 @@ class FullBackward:
 
     def step(self, layout: Layout) -> Step:
         inputs = self._inputs(layout, reference_sums(self, layout))
-        params = self.lora.packed()
+        params = self.lora.flat()
         self.lora.dropout_keys.stream = 0
         with self.meter("step", 0):
             (loss, metrics), grads = self._run(layout, params.array, *inputs)
@@ -447,7 +447,7 @@ class FullBackward:
         """(flat parameters, *inputs) to ((loss, metrics), flat gradients)."""
 
         def function(params: mx.array, *inputs: Any) -> Any:
-            lora, slots, views = self.lora, self.lora.packed_slots, self.lora.packing.views
+            lora, slots, views = self.lora, self.lora.flat_slots, self.lora.flat_layout.views
 
             def total(masters: list[mx.array], casts: list[mx.array]) -> tuple[mx.array, dict[str, mx.array]]:
                 with swapped(slots, masters), lora.casts.at_hand(slots, casts):
@@ -457,7 +457,7 @@ class FullBackward:
             value, (of_masters, of_casts) = mx.value_and_grad(total, argnums=(0, 1))(views(params), casts)
             grads = lora.cast_back(of_casts)
             if lora.casts.missed:  # some modules work in another dtype, and made their own casts
-                grads = grads + lora.packing.join(of_masters)
+                grads = grads + lora.flat_layout.join(of_masters)
             return value, grads
 
         return function

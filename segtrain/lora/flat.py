@@ -16,13 +16,13 @@ ALIGN = 64
 
 
 @dataclass(frozen=True)
-class Packing:
+class FlatLayout:
     """Where each named array lies: `shapes` in order."""
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, arrays: Mapping[str, mx.array]) -> "Packing":
+    def of(cls, arrays: Mapping[str, mx.array]) -> "FlatLayout":
         return cls(tuple((name, tuple(array.shape)) for name, array in arrays.items()))
 
     @cached_property
@@ -34,11 +34,11 @@ class Packing:
             at = -(-spans[name][1] // ALIGN) * ALIGN
         return spans
 
-    def pack(self, arrays: Mapping[str, mx.array]) -> "Packed":
-        """`arrays`, which have these names, as one; they are that already if they were packed so."""
-        if isinstance(arrays, Packed) and arrays.packing == self:
+    def flatten(self, arrays: Mapping[str, mx.array]) -> "FlatArrays":
+        """`arrays`, which have these names, as one; they are that already if they were made so."""
+        if isinstance(arrays, FlatArrays) and arrays.layout == self:
             return arrays
-        return Packed(self, self.join([arrays[name] for name, _ in self.shapes]))
+        return FlatArrays(self, self.join([arrays[name] for name, _ in self.shapes]))
 
     def join(self, arrays: Sequence[mx.array]) -> mx.array:
         """Arrays of these shapes, in this order, as one."""
@@ -56,24 +56,24 @@ class Packing:
 
 
 @dataclass(frozen=True, eq=False)
-class Packed(Mapping[str, mx.array]):
+class FlatArrays(Mapping[str, mx.array]):
     """Named arrays that are views of one `array`."""
 
-    packing: Packing
+    layout: FlatLayout
     array: mx.array
 
     @cached_property
     def _views(self) -> dict[str, mx.array]:
-        return dict(zip(self.packing.spans, self.packing.views(self.array), strict=True))
+        return dict(zip(self.layout.spans, self.layout.views(self.array), strict=True))
 
     def __getitem__(self, name: str) -> mx.array:
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.packing.spans)
+        return iter(self.layout.spans)
 
     def __len__(self) -> int:
-        return len(self.packing.spans)
+        return len(self.layout.spans)
 
-    def with_array(self, array: mx.array) -> "Packed":
-        return Packed(self.packing, array)
+    def with_array(self, array: mx.array) -> "FlatArrays":
+        return FlatArrays(self.layout, array)

@@ -24,7 +24,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from segtrain.lora.flat import Packed, Packing
+from segtrain.lora.flat import FlatArrays, FlatLayout
 
 ALL_LINEAR = "all-linear"
 LINEAR = (nn.Linear, nn.QuantizedLinear)
@@ -232,7 +232,7 @@ class Lora:
     dropout: float
     dropout_keys: DropoutKeys = field(default_factory=DropoutKeys)
     casts: Casts = field(default_factory=Casts)
-    _packed: Packed | None = None
+    _flat: FlatArrays | None = None
 
     @property
     def lowest(self) -> int:
@@ -248,18 +248,18 @@ class Lora:
     def set(self, values: Mapping[str, mx.array]) -> None:
         for slot in self.slots():
             slot.module[slot.key] = values[slot.name]
-        self._packed = values if isinstance(values, Packed) and values.packing == self.packing else None
+        self._flat = values if isinstance(values, FlatArrays) and values.layout == self.flat_layout else None
 
     @contextmanager
     def with_values(self, values: Mapping[str, mx.array]) -> Iterator[None]:
         """The adapter with these values, by parameter name, while the block runs."""
-        before, packed = self.values(), self._packed
+        before, flat = self.values(), self._flat
         self.set(values)
         try:
             yield
         finally:
             self.set(before)
-            self._packed = packed
+            self._flat = flat
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -272,41 +272,41 @@ class Lora:
             yield
 
     @cached_property
-    def packing(self) -> Packing:
-        """The order in which the parameters are packed: every A, then every B."""
-        return Packing.of({slot.name: slot.value for slot in self.packed_slots})
+    def flat_layout(self) -> FlatLayout:
+        """The order in which the parameters lie in the flat vector: every A, then every B."""
+        return FlatLayout.of({slot.name: slot.value for slot in self.flat_slots})
 
     @cached_property
-    def packed_slots(self) -> list[Slot]:
+    def flat_slots(self) -> list[Slot]:
         return sorted(self.slots(), key=lambda slot: slot.key)
 
     @cached_property
     def dtype(self) -> mx.Dtype:
         """Of the activations, as the first adapted layer's weights tell it."""
-        arrays = [array for array in self.packed_slots[0].module.linear.values() if isinstance(array, mx.array)]
+        arrays = [array for array in self.flat_slots[0].module.linear.values() if isinstance(array, mx.array)]
         return next((array.dtype for array in arrays if mx.issubdtype(array.dtype, mx.floating)), mx.bfloat16)
 
-    def packed(self) -> Packed:
+    def flat(self) -> FlatArrays:
         """The parameters as one array."""
-        known = self._packed
+        known = self._flat
         if known is None or any(slot.value is not known[slot.name] for slot in self.slots()):
-            known = self.packing.pack(self.values())
+            known = self.flat_layout.flatten(self.values())
             self.set(known)
         return known
 
     def cast(self, params: mx.array, dtype: mx.Dtype) -> mx.array:
-        """A and scale * B in `dtype`, packed, of packed parameters."""
+        """A and scale * B in `dtype`, flat, of flat parameters."""
         a, b = self._halves(params)
         return mx.concatenate([a.astype(dtype), scaled(b, self.scale).astype(dtype)])
 
     def cast_back(self, grads: Sequence[mx.array]) -> mx.array:
-        """Packed gradients with respect to the parameters, float32, of those with respect to the arrays in `cast`."""
-        a, b = (half.astype(mx.float32) for half in self._halves(self.packing.join(grads)))
+        """Flat gradients with respect to the parameters, float32, of those with respect to the arrays in `cast`."""
+        a, b = (half.astype(mx.float32) for half in self._halves(self.flat_layout.join(grads)))
         return mx.concatenate([a, scaled(b, self.scale)])
 
-    def _halves(self, packed: mx.array) -> tuple[mx.array, mx.array]:
-        split = next(self.packing.spans[slot.name][0] for slot in self.packed_slots if slot.key == TRAINABLE[1])
-        return packed[:split], packed[split:]
+    def _halves(self, flat: mx.array) -> tuple[mx.array, mx.array]:
+        split = next(self.flat_layout.spans[slot.name][0] for slot in self.flat_slots if slot.key == TRAINABLE[1])
+        return flat[:split], flat[split:]
 
 
 @contextmanager

@@ -20,12 +20,12 @@ import mlx.core as mx
 import mlx.optimizers as optimizers
 
 from segtrain.errors import RunFailed, UserError
-from segtrain.lora.flat import ALIGN, Packed, Packing
+from segtrain.lora.flat import ALIGN, FlatArrays, FlatLayout
 from segtrain.recipe.schema import TrainRecipe
 
 Arrays = dict[str, mx.array]
 STEP = "step"
-PACKED = "packed"  # the name of the one array that elementwise optimisers work on
+FLAT = "flat"  # the name of the one array that elementwise optimisers work on
 
 
 class Optimizer:
@@ -45,7 +45,7 @@ class Optimizer:
         self.step = 0
         self._inner = _make(train)
         self._elementwise = train.optimizer in ELEMENTWISE
-        self._packing = Packing(())
+        self._layout = FlatLayout(())
         self._compiled = mx.default_device() != mx.Device(mx.cpu) if compiled is None else compiled
         self._apply: Callable[[Arrays, Arrays, mx.array], Arrays] = self._scaled
         self._known: Arrays | None = None  # the state to go on with, until parameters are seen
@@ -69,7 +69,7 @@ class Optimizer:
             case "cosine":
                 return final + (base - final) * 0.5 * (1 + math.cos(math.pi * done))
 
-    def update(self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], factor: float = 1.0) -> Packed:
+    def update(self, params: Mapping[str, mx.array], grads: Mapping[str, mx.array], factor: float = 1.0) -> FlatArrays:
         """New parameters after one update by `factor` times `grads` at the current learning rate.
 
         They and the state are evaluated. `params` and `grads` have the same names at every update. Raises RunFailed
@@ -78,16 +78,16 @@ class Optimizer:
         assert params.keys() == grads.keys(), sorted(params.keys() ^ grads.keys())
         self._begin(params)
         self._inner.learning_rate = self.learning_rate(self.step)
-        pack = self._packing.pack
-        new = self._apply(self._unit(pack(params)), self._unit(pack(grads)), mx.array(factor, mx.float32))
-        packed = Packed(self._packing, new[PACKED]) if self._elementwise else pack(new)
-        mx.eval(packed.array, self._inner.state)
+        flatten = self._layout.flatten
+        new = self._apply(self._unit(flatten(params)), self._unit(flatten(grads)), mx.array(factor, mx.float32))
+        flat = FlatArrays(self._layout, new[FLAT]) if self._elementwise else flatten(new)
+        mx.eval(flat.array, self._inner.state)
         self.step += 1
-        return packed
+        return flat
 
-    def _unit(self, arrays: Packed) -> Arrays:
+    def _unit(self, arrays: FlatArrays) -> Arrays:
         """What the inner optimiser works on: one array, or the named ones."""
-        return {PACKED: arrays.array} if self._elementwise else dict(arrays)
+        return {FLAT: arrays.array} if self._elementwise else dict(arrays)
 
     def _scaled(self, params: Arrays, grads: Arrays, factor: mx.array) -> Arrays:
         scaled = {name: (grads[name] * factor).astype(value.dtype) for name, value in params.items()}
@@ -101,7 +101,7 @@ class Optimizer:
         state = {STEP: mx.array(self.step, mx.uint64)}
         for name, slots in self._inner.state.items():
             for slot, value in slots.items() if isinstance(slots, dict) else ():
-                named = Packed(self._packing, value) if name == PACKED else {name: value}
+                named = FlatArrays(self._layout, value) if name == FLAT else {name: value}
                 state |= {f"{name}.{slot}": array for name, array in named.items()}
         return state
 
@@ -116,18 +116,18 @@ class Optimizer:
         """Make the inner optimiser's state at the first update after the start or after a load."""
         if self._inner._initialized and self._known is None:
             return
-        packed = params if isinstance(params, Packed) else Packing.of(params).pack(params)
-        self._packing = packed.packing
+        flat = params if isinstance(params, FlatArrays) else FlatLayout.of(params).flatten(params)
+        self._layout = flat.layout
         self._inner.state = {STEP: mx.array(self.step, mx.uint64)}
-        self._inner.init(self._unit(packed))
+        self._inner.init(self._unit(flat))
         if self._known is not None and self.step > 0:
             known, self._known = self._known, None
             _check_state(self.state_dict(), known)
             for name, slots in self._inner.state.items():
                 for slot in slots if isinstance(slots, dict) else ():
-                    names = packed if name == PACKED else (name,)
+                    names = flat if name == FLAT else (name,)
                     found = {name: known[f"{name}.{slot}"] for name in names}
-                    slots[slot] = self._packing.pack(found).array if name == PACKED else found[name]
+                    slots[slot] = self._layout.flatten(found).array if name == FLAT else found[name]
         self._known = None
         if self._compiled:  # anew, since it holds on to this state
             state = [self._inner.state]
@@ -138,8 +138,8 @@ def global_norm(grads: Mapping[str, mx.array]) -> float:
     """The Euclidean norm of all arrays together, in float32; the order of their names doesn't matter."""
     if not grads:
         return 0.0
-    packed = grads if isinstance(grads, Packed) else Packing.of(dict(sorted(grads.items()))).pack(grads)
-    squares = mx.square(packed.array.astype(mx.float32)).reshape(-1, ALIGN).sum(axis=-1)
+    flat = grads if isinstance(grads, FlatArrays) else FlatLayout.of(dict(sorted(grads.items()))).flatten(grads)
+    squares = mx.square(flat.array.astype(mx.float32)).reshape(-1, ALIGN).sum(axis=-1)
     return math.sqrt(cast(float, mx.sum(squares).item()))
 
 

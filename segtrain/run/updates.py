@@ -19,7 +19,7 @@ from segtrain.engine.backward import Backward, Meter, Step, no_meter
 from segtrain.engine.layouts import Layout
 from segtrain.engine.objectives import LossValue
 from segtrain.errors import RunFailed
-from segtrain.lora.flat import Packed
+from segtrain.lora.flat import FlatArrays
 from segtrain.parallel.ranks import Ranks
 from segtrain.run.optimizer import Optimizer, clip_factor, global_norm
 from segtrain.run.session import Session
@@ -77,7 +77,7 @@ class Update:
     """One optimiser update: its totals, the gradient's norm, and whether it was applied (not where it isn't finite)."""
 
     totals: Totals
-    grads: Packed | None = None
+    grads: FlatArrays | None = None
     rows: list[tuple[int, Row]] = field(default_factory=list)  # this rank's, with their numbers in the run
     norm: float = math.nan
     applied: bool = False
@@ -142,14 +142,14 @@ class Updates:
                 ) from error
             raise
 
-    def _apply(self, update: Update, grads: Packed) -> None:
+    def _apply(self, update: Update, grads: FlatArrays) -> None:
         """Clip and update the adapter, unless the loss or the gradient isn't finite."""
         train, lora = self.session.recipe.train, self.session.lora
         update.norm = global_norm(grads) / update.totals.weight
         update.applied = math.isfinite(update.norm) and math.isfinite(update.totals.loss)
         if update.applied:
             factor = clip_factor(update.norm, train.max_grad_norm) / update.totals.weight
-            lora.set(self.optimizer.update(lora.packed(), grads, factor))
+            lora.set(self.optimizer.update(lora.flat(), grads, factor))
 
     def origins(self, update: Update) -> list[str]:
         """Where the update's rows came from, on all ranks."""

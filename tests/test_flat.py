@@ -1,4 +1,4 @@
-"""Packing: expected values are the arrays that went in, and autodiff of the plain formulas."""
+"""FlatLayout: expected values are the arrays that went in, and autodiff of the plain formulas."""
 
 import mlx.core as mx
 import numpy as np
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from segtrain.engine import objectives
 from segtrain.engine.backward import FullBackward
-from segtrain.lora.flat import ALIGN, Packed, Packing
+from segtrain.lora.flat import ALIGN, FlatArrays, FlatLayout
 from segtrain.lora.layers import LoRALinear
 from segtrain.models.stack import LayerStack
 
@@ -22,48 +22,48 @@ def arrays_of(shapes) -> dict[str, mx.array]:
 
 
 @given(SHAPES)
-def test_what_is_packed_comes_out_again(shapes):
+def test_what_is_flattened_comes_out_again(shapes):
     arrays = arrays_of(shapes)
-    packed = Packing.of(arrays).pack(arrays)
-    assert list(packed) == list(arrays)
-    assert all(np.array_equal(np.array(packed[name]), np.array(array)) for name, array in arrays.items())
+    flat = FlatLayout.of(arrays).flatten(arrays)
+    assert list(flat) == list(arrays)
+    assert all(np.array_equal(np.array(flat[name]), np.array(array)) for name, array in arrays.items())
 
 
 @given(SHAPES)
 def test_each_array_begins_aligned_and_the_rest_is_zero(shapes):
     arrays = arrays_of(shapes)
-    packed = Packing.of(arrays).pack(arrays)
-    assert packed.array.size % ALIGN == 0
-    assert all(lo % ALIGN == 0 for lo, _ in packed.packing.spans.values())
-    flat = mx.concatenate([array.reshape(-1) for array in arrays.values()])
-    whole, parts = (float(mx.abs(x).sum()) for x in (packed.array, flat))
+    flat = FlatLayout.of(arrays).flatten(arrays)
+    assert flat.array.size % ALIGN == 0
+    assert all(lo % ALIGN == 0 for lo, _ in flat.layout.spans.values())
+    joined = mx.concatenate([array.reshape(-1) for array in arrays.values()])
+    whole, parts = (float(mx.abs(x).sum()) for x in (flat.array, joined))
     assert whole == pytest.approx(parts)
 
 
-def test_packed_arrays_are_not_packed_again():
+def test_flat_arrays_are_not_flattened_again():
     arrays = arrays_of([(3, 4), (5,)])
-    packed = Packing.of(arrays).pack(arrays)
-    assert Packing.of(arrays).pack(packed) is packed
-    other = Packing.of(dict(reversed(arrays.items())))
-    again = other.pack(packed)
-    assert isinstance(again, Packed)
+    flat = FlatLayout.of(arrays).flatten(arrays)
+    assert FlatLayout.of(arrays).flatten(flat) is flat
+    other = FlatLayout.of(dict(reversed(arrays.items())))
+    again = other.flatten(flat)
+    assert isinstance(again, FlatArrays)
     assert list(again) == ["p1", "p0"]
     assert mx.array_equal(again["p0"], arrays["p0"])
 
 
 def test_an_adapter_notices_parameters_that_were_put_in_one_by_one():
     lora = tiny.attach(tiny.build("llama"))
-    before = lora.packed()
-    assert lora.packed() is before
+    before = lora.flat()
+    assert lora.flat() is before
     slot = lora.slots()[0]
     slot.module[slot.key] = slot.value + 1
-    assert mx.array_equal(lora.packed()[slot.name], before[slot.name] + 1)
+    assert mx.array_equal(lora.flat()[slot.name], before[slot.name] + 1)
 
 
 def test_casts_are_those_that_a_module_would_make():
     lora = tiny.attach(tiny.build("llama"))
-    casts = lora.packing.views(lora.cast(lora.packed().array, mx.bfloat16))
-    for slot, cast in zip(lora.packed_slots, casts, strict=True):
+    casts = lora.flat_layout.views(lora.cast(lora.flat().array, mx.bfloat16))
+    for slot, cast in zip(lora.flat_slots, casts, strict=True):
         factor = lora.scale if slot.key == "lora_b" else 1.0
         assert cast.dtype == mx.bfloat16
         assert mx.array_equal(cast, (factor * slot.value).astype(mx.bfloat16))
@@ -86,7 +86,7 @@ class Both(Widening):
 @pytest.mark.parametrize("kind", [Widening, Both])
 @pytest.mark.parametrize("widened", [0, 1, 3])
 def test_full_backward_where_some_modules_work_in_another_dtype(kind: type, widened: int):
-    """Expected: plain autodiff with respect to each parameter, without packing or casts made beforehand."""
+    """Expected: plain autodiff with respect to each parameter, without flat arrays or casts made beforehand."""
     model = tiny.build("llama")
     model.set_dtype(mx.bfloat16)
     lora = tiny.attach(model)
