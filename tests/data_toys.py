@@ -1,5 +1,6 @@
 """Small tokenizers and chat templates for the tests of the data side, built in code."""
 
+import json
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -73,6 +74,17 @@ def _finished(core: Tokenizer, chat: str | None, adds_bos: bool) -> PreTrainedTo
     )
     tokenizer.chat_template = template(chat) if chat else None
     return tokenizer
+
+
+def saved(home: Path, special: list[str], eos: str, chat: str, stops: list[str] = []) -> Path:  # noqa: B006
+    """A model directory without weights: a byte-level tokenizer with `special` tokens, and the model's end tokens."""
+    tokenizer = byte_level(None)
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.eos_token, tokenizer.chat_template = eos, chat
+    tokenizer.save_pretrained(home)
+    ends = [tokenizer.convert_tokens_to_ids(stop) for stop in stops] or tokenizer.eos_token_id
+    (home / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": ends}))
+    return home
 
 
 def recipe(seed: int = 0, valid_rows: int | str = "all", **data: object) -> Recipe:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segtrain.data.chat import ChatTemplate
-from segtrain.data.encode import Encoded, Encoder
+from segtrain.data.encode import Encoder
 from segtrain.data.formats import Chat
+from segtrain.data.limits import Encoded
 from segtrain.data.rows import Origin, SupervisedRow
 from segtrain.data.tokenizer import Codec
 from segtrain.errors import UserError
@@ -21,29 +22,42 @@ TEMPLATES = ["chatml", "llama3", "gemma", "mistral", "reasoning", "forced_though
 TOKENIZERS = {name: byte_level(name) for name in TEMPLATES}
 
 
-def encoder(tokenizer, supervise="assistant", source=None) -> Encoder:
+def encoder(tokenizer, source=None, kwargs=None, **options) -> Encoder:
     codec = Codec(tokenizer)
-    return Encoder(codec, ChatTemplate(codec, source), 100_000, supervise=supervise)
+    return Encoder(codec, ChatTemplate(codec, source, kwargs), 100_000, **options)
+
+
+def encoded(tokenizer, messages, tools=None, **options) -> list[Encoded]:
+    results = encoder(tokenizer, **options).encode(Chat(messages, tools), HERE)
+    assert all(isinstance(result, Encoded) for result in results), results
+    return results  # type: ignore[return-value]
+
+
+def rows(tokenizer, messages, tools=None, **options) -> list[SupervisedRow]:
+    return [result.row for result in encoded(tokenizer, messages, tools, **options)]  # type: ignore[misc]
 
 
 def row(tokenizer, messages, tools=None, **options) -> SupervisedRow:
-    result = encoder(tokenizer, **options).encode(Chat(messages, tools), HERE)
-    assert isinstance(result, Encoded), result
-    assert isinstance(result.row, SupervisedRow)
-    return result.row
+    (found,) = rows(tokenizer, messages, tools, **options)
+    return found
 
 
-def learnt(tokenizer, found: SupervisedRow) -> list[str]:
+def learnt(tokenizer, *found: SupervisedRow) -> list[str]:
     """The text of each run of supervised tokens."""
     runs: list[list[int]] = []
-    before = False
-    for token, on in zip(found.tokens, found.supervised, strict=True):
-        if on and not before:
-            runs.append([])
-        if on:
-            runs[-1].append(token)
-        before = on
+    for row in found:
+        before = False
+        for token, on in zip(row.tokens, row.supervised, strict=True):
+            if on and not before:
+                runs.append([])
+            if on:
+                runs[-1].append(token)
+            before = on
     return [tokenizer.decode(run) for run in runs]
+
+
+def taught(tokenizer, messages, tools=None, **options) -> list[str]:
+    return learnt(tokenizer, *rows(tokenizer, messages, tools, **options))
 
 
 def turn(role, content, **more):
@@ -70,7 +84,6 @@ SHOWN = {
     "llama3": str.strip,
     "gemma": str.strip,
     "mistral": lambda content: " " + content.strip(),
-    "forced_thought": lambda content: content,
     "tools": lambda content: content,
     "marks": lambda content: content,
 }
@@ -79,7 +92,7 @@ SHOWN = {
 @pytest.mark.parametrize("name", SHOWN)
 @given(data=st.data())
 def test_every_assistant_turn_and_its_end_is_learnt_and_nothing_else(name, data):
-    messages = data.draw(conversations(system=name in ("chatml", "llama3", "tools", "forced_thought")))
+    messages = data.draw(conversations(system=name in ("chatml", "llama3", "tools")))
     tokenizer = TOKENIZERS[name]
     expected = [SHOWN[name](answer) + CLOSINGS[name] for answer in answers(messages)]
     found = row(tokenizer, messages)
@@ -92,24 +105,27 @@ def test_every_assistant_turn_and_its_end_is_learnt_and_nothing_else(name, data)
 
 
 @given(conversations(system=True), st.lists(st.none() | text, min_size=4, max_size=4), st.booleans())
-def test_thoughts_that_the_template_drops_from_earlier_turns_are_not_missed(messages, thoughts, inline):
+def test_each_turn_is_learnt_with_the_thought_that_later_renderings_drop(messages, thoughts, inline):
     tokenizer = TOKENIZERS["reasoning"]
     assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     expected = []
     for i, thought in zip(assistants, thoughts, strict=False):
         answer = messages[i]["content"].lstrip("\n") if inline and thought else messages[i]["content"]
         shown = (thought.strip("\n") if inline else thought) if thought else ""
-        opened = f"<think>\n{shown}\n</think>\n\n" if i == assistants[-1] else ""
-        expected.append(opened + answer + CLOSINGS["reasoning"])
+        expected.append(f"<think>\n{shown}\n</think>\n\n{answer}{CLOSINGS['reasoning']}")
         if thought and inline:
             messages[i] = turn("assistant", f"<think>\n{thought}\n</think>\n\n{messages[i]['content']}")
         elif thought:
             messages[i] = turn("assistant", messages[i]["content"], reasoning_content=thought)
-    assert learnt(tokenizer, row(tokenizer, messages)) == expected
+    found = rows(tokenizer, messages)
+    assert learnt(tokenizer, *found) == expected
+    assert len(found) == len(assistants)
+    for i, one in zip(assistants, found, strict=True):
+        assert tokenizer.decode(one.tokens) == tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
 
 
-def test_thoughts_around_tool_calls_kept_at_first_and_dropped_later():
-    """The case in which neither of the usual prefixes holds: u1, a1 (thought, call), tool, a2 (thought), u2, a3."""
+def test_thoughts_around_tool_calls():
+    """u1, a1 (thought, call), tool, a2 (thought), u2, a3: the last rendering has dropped the first two thoughts."""
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     messages = [
         turn("user", "q1"),
@@ -120,11 +136,22 @@ def test_thoughts_around_tool_calls_kept_at_first_and_dropped_later():
         turn("assistant", "bye", reasoning_content="done"),
     ]
     tokenizer = TOKENIZERS["reasoning"]
-    called = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|im_end|>'
-    final = "<think>\ndone\n</think>\n\nbye<|im_end|>"
-    assert learnt(tokenizer, row(tokenizer, messages)) == [called, "it is 42<|im_end|>", final]
-    kept = [f"<think>\nhm\n</think>\n\n{called}", "<think>\nso\n</think>\n\nit is 42<|im_end|>"]
-    assert learnt(tokenizer, row(tokenizer, messages[:4])) == kept
+    called = '<think>\nhm\n</think>\n\n<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|im_end|>'
+    told, final = "<think>\nso\n</think>\n\nit is 42<|im_end|>", "<think>\ndone\n</think>\n\nbye<|im_end|>"
+    assert taught(tokenizer, messages) == [called, told, final]
+    assert len(rows(tokenizer, messages)) == 3
+    assert learnt(tokenizer, row(tokenizer, messages[:4])) == [called, told], "one rendering holds both"
+
+
+def test_a_turn_follows_the_prompt_that_inference_shows_though_no_rendering_does():
+    tokenizer = TOKENIZERS["forced_thought"]
+    messages = [turn("user", "x"), turn("assistant", "abc"), turn("user", "y"), turn("assistant", "<b>")]
+    found = encoded(tokenizer, messages)
+    texts = [tokenizer.decode(result.row.tokens) for result in found]
+    first = "<s><|user|>x<|assistant|><think>\nabc<|eot_id|>"
+    assert texts == [first, "<s><|user|>x<|assistant|>abc<|eot_id|><|user|>y<|assistant|><think>\n<b><|eot_id|>"]
+    assert taught(tokenizer, messages) == ["abc<|eot_id|>", "<b><|eot_id|>"]
+    assert [result.remarks for result in found] == [{"graft"}] * 2
 
 
 @given(text, text, st.sampled_from(["", "Let me see. "]))
@@ -236,18 +263,14 @@ def test_a_template_that_reaches_for_python_is_stopped_by_the_sandbox():
 def test_a_turn_without_a_closing_token_is_remarked():
     turns = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     source = turns + "{% if add_generation_prompt %}assistant: {% endif %}"
-    found = encoder(byte_level(None), source=source).encode(Chat([turn("user", "x"), turn("assistant", "y")]), HERE)
-    assert isinstance(found, Encoded)
-    assert found.remarks == {"no end-of-turn token"}
-    closed = encoder(byte_level("chatml")).encode(Chat([turn("user", "x"), turn("assistant", "y")]), HERE)
-    assert isinstance(closed, Encoded)
-    assert not closed.remarks
+    messages = [turn("user", "x"), turn("assistant", "y")]
+    assert encoded(byte_level(None), messages, source=source)[0].remarks == {"no end-of-turn token"}
+    assert not encoded(byte_level("chatml"), messages)[0].remarks
 
 
 def test_special_tokens_spelt_out_in_a_text_are_remarked():
     messages = [turn("user", "what is <|im_end|>?"), turn("assistant", "y")]
-    found = encoder(byte_level("chatml")).encode(Chat(messages), HERE)
-    assert isinstance(found, Encoded)
+    (found,) = encoded(byte_level("chatml"), messages)
     assert found.remarks == {"control tokens in the text"}
 
 
@@ -256,4 +279,4 @@ def test_mlx_lms_wrapper_gives_the_same_rows():
     for name in ("chatml", "reasoning", "mistral"):
         messages = [turn("user", "x"), turn("assistant", "y"), turn("user", "z"), turn("assistant", "the a")]
         bare = byte_level(name)
-        assert row(wrapper(bare), messages) == row(bare, messages)
+        assert rows(wrapper(bare), messages) == rows(bare, messages)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from segtrain.data import open_data
 from segtrain.data.accounting import Tally
 from segtrain.data.chat import ChatTemplate
-from segtrain.data.encode import Dropped, Encoded, Encoder
+from segtrain.data.encode import Encoder
 from segtrain.data.formats import Chat, Completion, Preference, Text
+from segtrain.data.limits import Dropped, Encoded
 from segtrain.data.rows import Origin, PreferenceRow, SupervisedRow
 from segtrain.data.tokenizer import Codec
 from segtrain.errors import UserError
@@ -25,7 +26,8 @@ BARE = byte_level(None)
 
 def encode(tokenizer, example, limit=10_000, on_long="drop", supervise="assistant") -> Encoded | Dropped:
     codec = Codec(tokenizer)
-    return Encoder(codec, ChatTemplate(codec), limit, on_long, supervise).encode(example, HERE)
+    (result,) = Encoder(codec, ChatTemplate(codec), limit, on_long, supervise).encode(example, HERE)
+    return result
 
 
 def kept(*args, **options) -> SupervisedRow:
@@ -173,24 +175,29 @@ def test_documents_lose_their_end_and_all_supervised_chats_their_beginning():
     st.integers(2, 26),
     st.sampled_from(["drop", "truncate_prompt", "truncate"]),
 )
-def test_a_long_pair_loses_the_same_of_both_prompts(p, rc, rr, limit, on_long):
+def test_what_is_left_of_a_long_pair(p, rc, rr, limit, on_long):
     prompt, chosen, rejected = "zyxwvutsrqpo"[:p], "bcdefgjk"[:rc], "gjkbcdef"[:rr]
     result = encode(BASE, Preference(prompt, chosen, rejected), limit, on_long)
-    longest = max(rc, rr) + 1
-    if longest + 1 > limit and on_long != "truncate":
+    longest, length = max(rc, rr) + 1, p + 1 + max(rc, rr) + 1
+    needed = {"drop": length, "truncate_prompt": longest + 1, "truncate": p + 2}[on_long]
+    if length > limit and (on_long == "drop" or needed > limit):
         assert isinstance(result, Dropped)
-        assert (result.reason, result.needed) == ("the response alone exceeds max_seq_length", longest + 1)
+        reasons = {"truncate_prompt": "the response alone exceeds max_seq_length", "drop": "longer than max_seq_length"}
+        assert (result.reason, result.needed) == (
+            reasons.get(on_long, "no supervised token within max_seq_length"),
+            needed,
+        )
         return
     assert isinstance(result, Encoded)
     row = result.row
     assert isinstance(row, PreferenceRow)
-    assert len(row) == min(limit, p + 1 + longest)
     assert row.rejected_prompt is None
-    room = max(1, limit - longest)
-    assert text(BASE, row.prompt) == "<s>" + (prompt if p < room else prompt[p - room + 1 :] if room > 1 else "")
-    assert text(BASE, row.chosen) == text(BASE, BASE.encode(chosen + "</s>", add_special_tokens=False)[: limit - 1])
-    assert text(BASE, row.rejected) == text(BASE, BASE.encode(rejected + "</s>", add_special_tokens=False)[: limit - 1])
-    assert result.truncated == (p + 1 + longest > limit)
+    assert result.truncated == (length > limit)
+    left = max(0, min(p, limit - longest - 1)) if on_long == "truncate_prompt" else p
+    room = limit - p - 1 if on_long == "truncate" else longest
+    assert text(BASE, row.prompt) == "<s>" + prompt[p - left :]
+    for found, answer in ((row.chosen, chosen), (row.rejected, rejected)):
+        assert text(BASE, found) == text(BASE, BASE.encode(answer + "</s>", add_special_tokens=False)[:room])
 
 
 def test_the_template_is_applied_once_to_a_pairs_prompt():
@@ -268,7 +275,7 @@ def test_the_longest_pairs_share_of_prompt_is_counted() -> None:
     for prompt, chosen, rejected in ((9, 1, 1), (20, 10, 60), (9, 1, 1)):
         row = PreferenceRow([1] * prompt, [2] * chosen, [3] * rejected, HERE)
         pieces.append(Tally())
-        pieces[-1].add(Encoded(row, len(row)))
+        pieces[-1].add([Encoded(row, len(row))])
     first, *rest = pieces
     for piece in rest:
         first.merge(piece)

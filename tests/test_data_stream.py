@@ -243,3 +243,48 @@ def test_a_large_set_is_sampled_and_says_so(tmp_path):
     assert data.counts["rows"] == data.rows_per_epoch == pytest.approx(2700, rel=0.05)
     assert data.counts["tokens"] == pytest.approx(2700 * 6, rel=0.05)
     assert data.counts["longest"] == 21
+
+
+def conversations(path, count: int) -> str:
+    """Conversations of 1 to 3 answers; the template `reasoning` makes a row of each answer."""
+    rows = []
+    for i in range(count):
+        turns = [{"role": role, "content": f"{i} {n}"} for n in range(i % 3 + 1) for role in ("user", "assistant")]
+        rows.append(json.dumps({"messages": turns}))
+    path.write_text("\n".join(rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_of_one_conversation_survive_a_stop_between_them(tmp_path, streaming, world):
+    path = conversations(tmp_path / "a.jsonl", 7)
+    tokenizer = byte_level("reasoning")
+
+    def opened(rank):
+        return open_data(recipe(train=path, streaming=streaming), "sft", tokenizer, rank=rank, world=world).train
+
+    ranks = [opened(rank) for rank in range(world)]
+    whole = [next(ranks[number % world]) for number in range(36)]
+    assert len({tuple(row.tokens) for row in whole}) == 13, "7 conversations with 1, 2, 3, 1, 2, 3, 1 answers"
+    for cut in range(0, 26, world):
+        states = []
+        for rank in range(world):
+            first = opened(rank)
+            list(islice(first, cut // world))
+            states.append(json.loads(json.dumps(first.state_dict())))
+        assert states == states[:1] * world
+        again = [opened(rank) for rank in range(world)]
+        for train, state in zip(again, states, strict=True):
+            train.load_state_dict(state)
+        rest = [next(again[number % world]) for number in range(10)]
+        assert rest == whole[cut : cut + 10]
+
+
+def test_validation_counts_rows_not_conversations(tmp_path):
+    path = conversations(tmp_path / "a.jsonl", 7)
+    data = open_data(recipe(train=path, valid=path, valid_rows=4), "sft", byte_level("reasoning"))
+    assert data.valid is not None
+    assert [row.origin.line for row in data.valid] == [1, 2, 2, 3]
+    assert data.counts["rows"] == data.rows_per_epoch == 13
+    assert (data.counts["split"], data.counts["split_rows"]) == (4, 10)

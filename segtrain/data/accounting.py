@@ -3,13 +3,14 @@
 import math
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from segtrain.data import encode
-from segtrain.data.encode import NO_TARGETS_LEFT, RESPONSE_TOO_LONG, TOO_LONG, Dropped, Encoded
+from segtrain.data import encode, hidden
+from segtrain.data.limits import NO_TARGETS_LEFT, RESPONSE_TOO_LONG, TOO_LONG, Dropped, Encoded
 from segtrain.data.rows import PreferenceRow
 from segtrain.errors import UserError
 
@@ -21,13 +22,40 @@ REMARKS = {
     encode.PROMPTS_DIFFER: "have different prompts for chosen and rejected; their prefix can't be shared",
     encode.OPEN_TURN: "end assistant turns without a special token, so the model may not learn to stop",
     encode.CONTROLS: "spell out special tokens in their text, which then act as such",
+    encode.UNASKED: "hold turns before any user's turn, which the template can't ask for; those are context only",
+    hidden.THOUGHT: "hold thoughts that the chat template doesn't show, so that they aren't learnt",
+    hidden.CONTENT: "hold text beside a tool call that the chat template doesn't show, so that it isn't learnt",
+    hidden.CALL: "hold a tool call of which the chat template shows only a part",
+    hidden.MESSAGE: "hold a message that the chat template doesn't show to the model",
+    hidden.TOOLS: "have tools that the chat template doesn't show to the model",
+    "switch": "are rendered with the chat template's thinking switch set as their turns need it",
+    "marks": "are masked by the chat template's own marks, since its generation prompt doesn't begin its turns",
+    "graft": "are the prompt as inference shows it and the turn's text after it, which no rendering joins",
 }
+
+
+_SUMS = (
+    "seen",
+    "rows",
+    "tokens",
+    "supervised",
+    "truncated",
+    "prompt_tokens",
+    "pair_tokens",
+    "shared_tokens",
+    "fallbacks",
+    "split",
+    "split_rows",
+    "split_tokens",
+    "unsplit_tokens",
+)
 
 
 @dataclass
 class Tally:
     """Running counts over encoded rows. Lengths are tokens before any limit."""
 
+    seen: int = 0  # examples, each of which gives one row or several
     rows: int = 0
     tokens: int = 0
     supervised: int = 0
@@ -36,35 +64,35 @@ class Tally:
     pair_tokens: int = 0  # of both branches of preference rows
     shared_tokens: int = 0  # computed once instead of twice
     fallbacks: int = 0
+    split: int = 0  # conversations that became several rows
+    split_rows: int = 0
+    split_tokens: int = 0  # of those rows, and of one row with the whole rendering
+    unsplit_tokens: int = 0
     longest_kept: tuple[int, int] = (0, 0)  # tokens of the longest preference row as it is trained, and of its prompt
     lengths: "array[int]" = field(default_factory=lambda: array("q"))
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
     remarks: Counter[str] = field(default_factory=Counter)
+    noted: dict[str, str] = field(default_factory=dict)  # the first row of each remark
     needed: int = 0  # the max_seq_length at which no row would be lost for its length
 
-    def add(self, result: Encoded | Dropped) -> None:
-        if isinstance(result, Dropped):
-            self._drop(result)
-        else:
-            self._keep(result)
+    def add(self, results: Sequence[Encoded | Dropped]) -> None:
+        """Count what became of one example."""
+        self.seen += 1
+        for result in results:
+            if isinstance(result, Dropped):
+                self._drop(result)
+            else:
+                self._keep(result)
 
     def merge(self, other: "Tally") -> None:
         """Add the counts of the rows that follow."""
-        for name in (
-            "rows",
-            "tokens",
-            "supervised",
-            "truncated",
-            "prompt_tokens",
-            "pair_tokens",
-            "shared_tokens",
-            "fallbacks",
-        ):
+        for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.lengths += other.lengths
         self.reasons += other.reasons
         self.remarks += other.remarks
+        self.noted = {**other.noted, **self.noted}
         self.needed = max(self.needed, other.needed)
         self.longest_kept = max(self.longest_kept, other.longest_kept)
         for reason, places in other.examples.items():
@@ -86,7 +114,7 @@ class Tally:
         self.supervised += row.targets
         self.truncated += encoded.truncated
         self.lengths.append(encoded.length)
-        self.remarks.update(encoded.remarks)
+        self._note(encoded)
         if isinstance(row, PreferenceRow):
             self.prompt_tokens += len(row.prompt)
             self.longest_kept = max(self.longest_kept, (len(row), len(row.prompt)))
@@ -96,13 +124,19 @@ class Tally:
             else:
                 self.fallbacks += 1
 
+    def _note(self, encoded: Encoded) -> None:
+        for remark in encoded.remarks:
+            self.remarks[remark] += 1
+            self.noted.setdefault(remark, str(encoded.row.origin))
+        if encoded.split:
+            self.split += 1
+            self.split_rows += encoded.split.rows
+            self.split_tokens += encoded.split.tokens
+            self.unsplit_tokens += encoded.split.whole
+
     @property
     def dropped(self) -> int:
         return sum(self.reasons.values())
-
-    @property
-    def seen(self) -> int:
-        return self.rows + self.dropped
 
     def percentile(self, share: float) -> int:
         """The length that `share` of the rows don't exceed (nearest rank)."""
@@ -123,6 +157,13 @@ class Tally:
             "p95": self.percentile(0.95),
             "longest": max(self.lengths, default=0),
         }
+        if self.split:
+            found |= {
+                "split": self.split,
+                "split_rows": self.split_rows,
+                "split_tokens": self.split_tokens,
+                "unsplit_tokens": self.unsplit_tokens,
+            }
         if reasons:
             found |= {f"dropped: {reason}": count for reason, count in self.reasons.items()}
         if preference:
@@ -169,7 +210,8 @@ class Tally:
     def notices(self, name: str, limit: int, sampled: bool = False) -> list[str]:
         """What the user should hear once about these rows, which may be a sample of more."""
         looked = "sampled from" if sampled else "of"
-        found, of = [], f"of {self.seen:,} rows {looked} {name}"
+        rows = max(self.seen, self.rows + self.dropped)
+        found, of = [], f"of {rows:,} rows {looked} {name}"
         if self.dropped:
             fix = f"; max_seq_length {self.needed} would keep the {self.too_long} too long" if self.too_long else ""
             found.append(f"{self.dropped} {of} are left out ({self._reasons()}){fix}")
@@ -177,5 +219,16 @@ class Tally:
             found.append(
                 f"{self.truncated} {of} are cut to max_seq_length {limit} (the longest has {max(self.lengths)})"
             )
-        found += [f"{self.remarks[key]} {of} {text}" for key, text in REMARKS.items() if self.remarks[key]]
+        if self.split:
+            times = self.split_tokens / self.unsplit_tokens
+            found.append(
+                f"{self.split} conversations of {name} become {self.split_rows} rows, one a turn, since the chat "
+                f"template rewrites earlier turns: {self.split_tokens:,} tokens, {times:.2f} times those of one row "
+                "each (data.turns)"
+            )
+        found += [
+            f"{self.remarks[key]} {of} {text}, e.g. {self.noted[key]}"
+            for key, text in REMARKS.items()
+            if self.remarks[key]
+        ]
         return found

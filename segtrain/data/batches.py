@@ -18,8 +18,8 @@ from hashlib import blake2b
 
 from segtrain.data.accounting import EXAMPLES, Tally
 from segtrain.data.dataset import Pipeline
-from segtrain.data.encode import Dropped
 from segtrain.data.formats import Reader
+from segtrain.data.limits import Encoded
 from segtrain.data.raw import Raw
 from segtrain.data.rows import Origin, PreferenceRow, Row
 from segtrain.errors import UserError
@@ -46,22 +46,27 @@ def count_batch(pipeline: Pipeline, rows: list[Raw]) -> Batch:
     batch = Batch()
     for raw in rows:
         try:
-            result = pipeline.encode(raw)
+            results = pipeline.encode(raw)
         except UserError as error:
             batch.fault_count += 1
             if len(batch.faults) < EXAMPLES:
                 batch.faults.append(str(error))
             continue
-        batch.tally.add(result)
-        if isinstance(result, Dropped):
-            continue
-        batch.digests.append(digest(result.row))
-        batch.places.append(raw.origin)
-        if result.truncated:
-            batch.truncated.append(raw.origin)
-        if isinstance(result.row, PreferenceRow) and result.row.rejected_prompt is not None:
-            batch.split_prompts.append(raw.origin)
+        batch.tally.add(results)
+        for result in results:
+            if isinstance(result, Encoded):
+                _place(batch, result, raw.origin)
     return batch
+
+
+def _place(batch: Batch, kept: Encoded, origin: Origin) -> None:
+    """Note where a kept row stands, and what else there is to tell of it."""
+    batch.digests.append(digest(kept.row))
+    batch.places.append(origin)
+    if kept.truncated:
+        batch.truncated.append(origin)
+    if isinstance(kept.row, PreferenceRow) and kept.row.rejected_prompt is not None:
+        batch.split_prompts.append(origin)
 
 
 def digest(row: Row) -> int:

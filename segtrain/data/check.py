@@ -12,8 +12,8 @@ import numpy as np
 from segtrain.data.accounting import EXAMPLES, Tally
 from segtrain.data.batches import BATCH, Batch, can_travel, count_rows
 from segtrain.data.dataset import Pipeline
-from segtrain.data.encode import Encoded
 from segtrain.data.feeds import Table
+from segtrain.data.limits import Encoded
 from segtrain.data.raw import Raw
 from segtrain.data.rows import Origin, PreferenceRow, Row
 from segtrain.data.sources import Located, locate
@@ -247,11 +247,12 @@ class _Checker:
                 return
             self.sought += 1
             try:
-                result = self.pipeline.encode(raw)
+                results = self.pipeline.encode(raw)
             except UserError:
                 continue
-            if isinstance(result, Encoded) and (self.sample is None or len(result.row) < len(self.sample)):
-                self.sample = result.row
+            for result in results:
+                if isinstance(result, Encoded) and (self.sample is None or len(result.row) < len(self.sample)):
+                    self.sample = result.row
 
     def _shown(self, row: Row) -> Sample:
         codec = self.pipeline.encoder.codec
@@ -260,7 +261,7 @@ class _Checker:
             supervised = [False] * len(row.prompt) + [True] * len(row.chosen)
         else:
             tokens, supervised = row.tokens, row.supervised
-        return Sample(str(row.origin), [codec.text([token]) for token in tokens], supervised)
+        return Sample(str(row.origin), codec.pieces(tokens), supervised)
 
     def _suggestions(self, train: _Seen, duplicates: dict[str, Reason], name: str) -> list[str]:
         tally, limit = train.tally, self.section.max_seq_length

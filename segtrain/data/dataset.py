@@ -6,7 +6,7 @@ from typing import Any, overload
 
 from segtrain.data.accounting import Tally
 from segtrain.data.chat import ChatTemplate
-from segtrain.data.encode import BLANK, Dropped, Encoded, Encoder
+from segtrain.data.encode import BLANK, Encoder
 from segtrain.data.feeds import (
     WINDOW_BYTES,
     Chained,
@@ -20,6 +20,7 @@ from segtrain.data.feeds import (
     read_window,
 )
 from segtrain.data.formats import Reader
+from segtrain.data.limits import Dropped, Encoded
 from segtrain.data.permutation import Permutation
 from segtrain.data.raw import Raw
 from segtrain.data.rows import Origin, Row
@@ -38,7 +39,8 @@ _SAMPLE = 0xC0  # sets the sample's order apart from any epoch's
 class TrainRows:
     """Endless training rows. `next` gives this rank's row of the next `world` rows that can be used.
 
-    All ranks walk the same rows, so a saved place is the same for all and a run may go on with another `world`.
+    An example may give several rows, which follow one another. All ranks walk the same rows, so a saved place is the
+    same for all and a run may go on with another `world`.
     """
 
     def __init__(
@@ -48,6 +50,9 @@ class TrainRows:
         self._feed, self._pipeline, self.rank, self.world = feed, pipeline, rank, world
         self._patience = max(rows or 0, 10_000) * 2
         self.dropped = 0
+        self._fates: list[Dropped | None] = []  # of the rows of the last example
+        self._given = 0  # how many of those were passed
+        self._raw: Raw | None = None
 
     def __iter__(self) -> Iterator[Row]:
         return self
@@ -66,30 +71,56 @@ class TrainRows:
     def _usable(self, encode: bool = True) -> Row | None:
         """The next row that isn't dropped; without `encode` only passed over, which costs little if it was counted."""
         misses = 0
-        while isinstance(result := self._pipeline.take(self._feed.next(), encode), Dropped):
+        while isinstance(fate := self._step(), Dropped):
             self.dropped += 1
             misses += 1
             if misses > self._patience:
-                raise UserError(f"none of the last {misses} rows can be used ({result.origin}: {result.reason})")
-        return result.row if result else None
+                raise UserError(f"none of the last {misses} rows can be used ({fate.origin}: {fate.reason})")
+        if not encode:
+            return None
+        assert self._raw is not None
+        result = self._pipeline.encode(self._raw)[self._given - 1]
+        assert isinstance(result, Encoded)
+        return result.row
+
+    def _step(self) -> Dropped | None:
+        """Why the next row is dropped; None for one that can be used."""
+        if self._given == len(self._fates):
+            self._take(self._feed.next())
+        self._given += 1
+        return self._fates[self._given - 1]
+
+    def _take(self, raw: Raw) -> None:
+        self._raw, self._given = raw, 0
+        self._fates = self._pipeline.fates(raw)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": 1, "dropped": self.dropped, "feed": self._feed.state_dict()}
+        """The place after the last row given; `given` rows of the example there were passed, where more are left."""
+        given = self._given if self._given < len(self._fates) else 0
+        state = {"version": 1, "dropped": self.dropped, "feed": self._feed.state_dict()}
+        return {**state, "given": given} if given else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly after the row at which `state` was taken. Raises UserError where the data is another."""
         self._feed.load_state_dict(state["feed"])
         self.dropped = state["dropped"]
+        self._raw, self._fates, self._given = None, [], 0
+        if state.get("given"):
+            self._take(self._feed.last())
+            self._given = state["given"]
 
 
 class FixedRows(Sequence[Row]):
-    """Rows that are the same in every pass; only where they stand is kept, and each is encoded when it is asked for."""
+    """Rows that are the same in every pass; only where they stand is kept, and each is encoded when it is asked for.
 
-    def __init__(self, raws: Sequence[Raw] | Table, numbers: Sequence[int], pipeline: "Pipeline") -> None:
-        self._raws, self._numbers, self._pipeline = raws, numbers, pipeline
+    `places`: the number of an example, and which of its rows.
+    """
+
+    def __init__(self, raws: Sequence[Raw] | Table, places: Sequence[tuple[int, int]], pipeline: "Pipeline") -> None:
+        self._raws, self._places, self._pipeline = raws, places, pipeline
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._places)
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -99,8 +130,9 @@ class FixedRows(Sequence[Row]):
 
     def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
         if isinstance(index, slice):
-            return FixedRows(self._raws, self._numbers[index], self._pipeline)
-        result = self._pipeline.encode(self._raws[self._numbers[index]])
+            return FixedRows(self._raws, self._places[index], self._pipeline)
+        number, part = self._places[index]
+        result = self._pipeline.encode(self._raws[number])[part]
         assert isinstance(result, Encoded)
         return result.row
 
@@ -122,22 +154,37 @@ class Pipeline:
     def __init__(self, recipe: DataRecipe, pairs: bool | None, tokenizer: Tokenizer) -> None:
         self.recipe, self.pairs = recipe, pairs
         codec = Codec(tokenizer)
-        template = ChatTemplate(codec, recipe.chat_template)
-        self.encoder = Encoder(codec, template, recipe.max_seq_length, recipe.on_long, recipe.supervise)
+        template = ChatTemplate(codec, recipe.chat_template, recipe.chat_template_kwargs)
+        self.encoder = Encoder(
+            codec,
+            template,
+            recipe.max_seq_length,
+            recipe.on_long,
+            recipe.supervise,
+            recipe.turns,
+            recipe.supervise_reasoning,
+        )
         self.readers: dict[str, Reader] = {}
         self.columns: dict[str, dict[str, str]] = {}
-        self.verdicts: dict[Origin, Dropped | None] = {}  # of rows counted in full
+        self.known: dict[Origin, list[Dropped | None]] = {}  # fates of the rows of examples counted in full
+        self._last: tuple[Raw, list[Encoded | Dropped]] | None = None
 
-    def encode(self, raw: Raw) -> Encoded | Dropped:
+    def encode(self, raw: Raw) -> list[Encoded | Dropped]:
+        """What becomes of an example: one row, or several."""
+        if self._last is None or self._last[0] is not raw:
+            self._last = raw, self._encode(raw)
+        return self._last[1]
+
+    def _encode(self, raw: Raw) -> list[Encoded | Dropped]:
         if raw.blank:
-            return Dropped(BLANK, raw.origin)
+            return [Dropped(BLANK, raw.origin)]
         return self.encoder.encode(self.reader(raw).read(raw), raw.origin)
 
-    def take(self, raw: Raw, encode: bool) -> Encoded | Dropped | None:
-        """As `encode`; where that isn't wanted and the row's fate is known, None for a usable row."""
-        if not encode and raw.origin in self.verdicts:
-            return self.verdicts[raw.origin]
-        return self.encode(raw)
+    def fates(self, raw: Raw) -> list[Dropped | None]:
+        """Why each row of an example is dropped, None for one that is kept; nothing is encoded where that is known."""
+        if raw.origin in self.known:
+            return self.known[raw.origin]
+        return fates(self.encode(raw))
 
     def settle(self, raw: Raw, columns: dict[str, str]) -> None:
         """Take a file's columns, and its form from its first row."""
@@ -156,6 +203,11 @@ class Pipeline:
         if name not in self.readers:
             self.readers[name] = Reader(self.recipe.format, self.columns.get(name, self.recipe.columns), self.pairs)
         return self.readers[name]
+
+
+def fates(results: Sequence[Encoded | Dropped]) -> list[Dropped | None]:
+    """Why each row is dropped; None for one that is kept."""
+    return [result if isinstance(result, Dropped) else None for result in results]
 
 
 def open_data(recipe: Recipe, tokenizer: Tokenizer, *, pairs: bool = False, rank: int = 0, world: int = 1) -> Data:
@@ -212,9 +264,9 @@ class _Opening:
         if len(table) <= EXACT_ROWS and table.size <= EXACT_BYTES:
             for number in range(len(table)):
                 raw = table[number]
-                result = self.pipeline.encode(raw)
-                tally.add(result)
-                self.pipeline.verdicts[raw.origin] = result if isinstance(result, Dropped) else None
+                results = self.pipeline.encode(raw)
+                tally.add(results)
+                self.pipeline.known[raw.origin] = fates(results)
             return tally, False
         order = Permutation(len(table), self.seed, _SAMPLE)
         self._sample(tally, (table[order[position]] for position in range(min(SAMPLE_ROWS, len(table)))))
@@ -224,9 +276,9 @@ class _Opening:
         """Count rows until they are enough tokens for an estimate."""
         tokens = 0
         for raw in raws:
-            result = self.pipeline.encode(raw)
-            tally.add(result)
-            tokens += result.length
+            results = self.pipeline.encode(raw)
+            tally.add(results)
+            tokens += sum(result.length for result in results)
             if tokens > SAMPLE_TOKENS:
                 break
 
@@ -275,18 +327,18 @@ class _Opening:
             return None
         limit = None if self.recipe.eval.rows == "all" else int(self.recipe.eval.rows)
         raws = self._valid_rows(located, limit)
-        tally, kept = Tally(), []
+        tally = Tally()
+        kept: list[tuple[int, int]] = []
         for number in range(len(raws)):
-            result = self.pipeline.encode(raws[number])
-            tally.add(result)
-            if isinstance(result, Encoded):
-                kept.append(number)
-            if len(kept) == limit:
+            results = self.pipeline.encode(raws[number])
+            tally.add(results)
+            kept += [(number, part) for part, result in enumerate(results) if isinstance(result, Encoded)]
+            if limit is not None and len(kept) >= limit:
                 break
         name = f"{_names(located)} (validation)"
         tally.require_rows(name, self.section.max_seq_length)
         self.notices += tally.notices(name, self.section.max_seq_length)
-        return FixedRows(raws, kept, self.pipeline)
+        return FixedRows(raws, kept[:limit], self.pipeline)
 
     def _valid_rows(self, located: list[Located], limit: int | None) -> Sequence[Raw] | Table:
         """All rows by number; when streaming from the hub, the first ones, held in memory."""

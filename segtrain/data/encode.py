@@ -1,36 +1,25 @@
-"""Examples to rows: tokens, the supervision mask and the length limit.
+"""Examples to rows: the conversation's targets as tokens with a mask, within the length limit.
 
-A row longer than `max_seq_length` follows `on_long`:
-
-- `drop`: it is left out and counted;
-- `truncate_prompt`: the prompt is cut from the left (a leading BOS stays) and the last response is kept whole; in a
-  conversation the prompt is everything before its last supervised turn, system message included. A row whose response
-  alone doesn't fit is dropped. A plain document, which has no prompt, loses its end;
-- `truncate`: it is cut from the right, and dropped if no supervised token is left;
-- `error`: it is an error, when the data is opened or, in a set too large to be counted then, when the row is reached.
-
-Of a preference row the prompt is always cut from the left, alike for both responses (but under `error`), so that they
-can still share it; a response that leaves no room for a prompt token follows `on_long`.
+An example gives one row, or several where its template shows no rendering that holds all its turns (`turns`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from segtrain.data.chat import ChatTemplate
-from segtrain.data.formats import Chat, Completion, Example, Message, Preference, Text
-from segtrain.data.rows import Origin, PreferenceRow, Row, SupervisedRow
-from segtrain.data.spans import Tokens, encode_spans
+from segtrain.data.chat import ChatTemplate, one_line
+from segtrain.data.formats import REASONING, Chat, Completion, Example, Message, Preference, Text
+from segtrain.data.hidden import HiddenError, hidden
+from segtrain.data.limits import Dropped, Encoded, Limit, OnLong, Split
+from segtrain.data.narrow import within_marks, without_thought
+from segtrain.data.rows import Origin, SupervisedRow
+from segtrain.data.spans import SeamError, Tokens, encode_spans
 from segtrain.data.tokenizer import Codec
-from segtrain.data.turns import MaskError
+from segtrain.data.turns import Definition, Laid, MaskError, Turns, pair
 from segtrain.errors import UserError
 
-OnLong: TypeAlias = Literal["drop", "truncate_prompt", "truncate", "error"]
 Supervise: TypeAlias = Literal["assistant", "last", "all"]
 
-TOO_LONG = "longer than max_seq_length"
-NO_TARGETS_LEFT = "no supervised token within max_seq_length"
-RESPONSE_TOO_LONG = "the response alone exceeds max_seq_length"
 EMPTY_TEXT = "empty text"
 EMPTY_RESPONSE = "empty response"
 NO_ASSISTANT = "no assistant turn"
@@ -39,32 +28,15 @@ EMPTY_PROMPT = "empty prompt"
 UNSUPERVISED = "no supervised turn"
 BLANK = "blank line"
 
-# What is noticed about rows that are kept.
+# What is noticed about rows that are kept, beside `turns.How` and what `hidden` finds.
 DOUBLED_BOS = "doubled BOS"
 IDENTICAL = "identical"
 PROMPTS_DIFFER = "prompts differ"
 OPEN_TURN = "no end-of-turn token"
 CONTROLS = "control tokens in the text"
+UNASKED = "a turn that can't be asked for"
 
-
-@dataclass(frozen=True)
-class Dropped:
-    """Why a row is left out. `length` is the tokens it would have had, `needed` the limit at which it would stay."""
-
-    reason: str
-    origin: Origin
-    length: int = 0
-    needed: int = 0
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A row, its length before the limit was applied, and what was noticed about it."""
-
-    row: Row
-    length: int
-    truncated: bool = False
-    remarks: frozenset[str] = frozenset()
+_WHOLE: frozenset[str] = frozenset(["whole"])
 
 
 @dataclass
@@ -76,44 +48,62 @@ class Encoder:
     max_length: int
     on_long: OnLong = "drop"
     supervise: Supervise = "assistant"
+    turns: Turns = "auto"
+    supervise_reasoning: bool = True
     remarks: set[str] = field(default_factory=set)
 
-    def encode(self, example: Example, origin: Origin) -> Encoded | Dropped:
-        """The row of an example, or why there is none. Raises UserError for what no setting can repair."""
+    @property
+    def limit(self) -> Limit:
+        return Limit(self.max_length, self.on_long, self.codec.bos)
+
+    def encode(self, example: Example, origin: Origin) -> list[Encoded | Dropped]:
+        """The rows of an example, or why there is none. Raises UserError for what no setting can repair."""
         self.remarks = set()
         if isinstance(example, Preference):
-            return self._preference(example, origin)
+            return [self._preference(example, origin)]
         nothing = _says_nothing(example)
         if nothing is not None:
-            return Dropped(nothing, origin)
-        tokens = self._single_bos(self._tokens(example, origin))
+            return [Dropped(nothing, origin)]
+        match example:
+            case Text(text, weight):
+                return [self._row(self._document([(text, True)], weight), origin, document=True)]
+            case Completion() if self.template.exists:
+                return self._conversation(_chat(example), origin)
+            case Completion():
+                return [self._row(self._plain_completion(example, origin), origin)]
+            case Chat():
+                return self._conversation(example, origin)
+        raise AssertionError(example)
+
+    def _row(self, tokens: Tokens, origin: Origin, document: bool = False) -> Encoded | Dropped:
+        tokens = self._single_bos(tokens)
         if len(tokens) < 2:
             return Dropped(ONE_TOKEN, origin, len(tokens))
         tokens.supervised[0] = False  # nothing comes before it to predict it from
         if not any(tokens.supervised):
             return Dropped(UNSUPERVISED, origin, len(tokens))
-        if len(tokens) <= self.max_length:
-            return self._encoded(tokens, len(tokens), origin)
-        cut = self._cut(tokens, isinstance(example, Text), origin)
-        return cut if isinstance(cut, Dropped) else self._encoded(cut, len(tokens), origin)
+        fitted = self.limit.fit(tokens, document, origin)
+        if isinstance(fitted, Dropped):
+            return fitted
+        row = SupervisedRow(fitted.ids, fitted.supervised, origin, fitted.weights)
+        return Encoded(row, len(tokens), len(tokens) > self.max_length, frozenset(self.remarks))
 
-    def _encoded(self, tokens: Tokens, length: int, origin: Origin) -> Encoded:
-        row = SupervisedRow(tokens.ids, tokens.supervised, origin)
-        return Encoded(row, length, length > self.max_length, frozenset(self.remarks))
+    def _plain_completion(self, example: Completion, origin: Origin) -> Tokens:
+        """A prompt and its completion one after another, for a tokenizer without a chat template."""
+        self._require_plain(example, origin)
+        parts = [(example.prompt, self.supervise == "all"), (example.completion, True)]
+        return self._document(parts, example.weight)
 
-    def _tokens(self, example: Example, origin: Origin) -> Tokens:
-        match example:
-            case Text(text):
-                return self._document([(text, True)])
-            case Completion(prompt, completion, tools) if self.template.exists:
-                return self._conversation(_asked(prompt, completion), tools, origin)
-            case Completion(prompt, completion):
-                return self._document([(prompt, self.supervise == "all"), (completion, True)])
-            case Chat(messages, tools):
-                return self._conversation(messages, tools, origin)
-        raise AssertionError(example)
+    def _require_plain(self, example: Completion | Preference, origin: Origin) -> None:
+        extra = {"an earlier turn or system message": example.before, "tools": example.tools}
+        for what, value in extra.items():
+            if value:
+                raise UserError(
+                    f"{origin}: {what} stands beside the prompt, but the model's tokenizer has no chat template to "
+                    "show it; give one as data.chat_template, or write it into the prompt"
+                )
 
-    def _document(self, parts: Sequence[tuple[str, bool]]) -> Tokens:
+    def _document(self, parts: Sequence[tuple[str, bool]], weight: float = 1.0) -> Tokens:
         """Plain text: BOS once (where the tokenizer has one), the parts, EOS once."""
         text = "".join(part for part, _ in parts)
         spans, at = [], 0
@@ -124,39 +114,108 @@ class Encoder:
         tokens = encode_spans(self.codec, text, spans)
         begins = [] if tokens.ids[:1] == self.codec.begins else self.codec.begins
         ends = [] if tokens.ids[-1:] == self.codec.ends else self.codec.ends
-        return Tokens(
+        found = Tokens(
             [*begins, *tokens.ids, *ends],
             [*(False for _ in begins), *tokens.supervised, *(True for _ in ends)],
-            [start + len(begins) for start in tokens.starts],
+            [(lo + len(begins), hi + len(begins)) for lo, hi in tokens.spans],
         )
+        if weight != 1:
+            found.weights = [weight] * len(found)
+        return found
 
-    def _conversation(self, messages: list[Message], tools: list[Any] | None, origin: Origin) -> Tokens:
-        self._notice_controls(messages)
-        if self.supervise != "all":
-            return self._supervised(messages, tools, self._wanted(messages), origin)
-        ids = self.codec.ids(self.template.whole(messages, tools, origin))
-        return Tokens(ids, [True] * len(ids), [])
+    # Conversations.
 
-    def _supervised(self, messages: list[Message], tools: list[Any] | None, turns: list[int], origin: Origin) -> Tokens:
-        """A conversation of which `turns` are supervised."""
-        rendered = self.template.turns(messages, tools, turns, origin)
-        if not rendered.closed:
+    def _conversation(self, chat: Chat, origin: Origin) -> list[Encoded | Dropped]:
+        self._notice_controls(chat.messages)
+        definition = self._definition(chat.messages, chat.tools, chat.kwargs, origin)
+        if self.supervise == "all":
+            return [self._row(self._everything(definition, chat, origin), origin)]
+        wanted = [turn for turn in self._wanted(chat) if definition.askable(turn)]
+        if len(wanted) < len(self._wanted(chat)):
+            self.remarks.add(UNASKED)
+        if not wanted:
+            return [Dropped(UNSUPERVISED, origin)]
+        laid = self._laid(definition, wanted, origin)
+        tokens = [self._tokens(one, chat, origin) for one in laid]
+        rows = [self._noted(self._row(found, origin), one.how) for one, found in zip(laid, tokens, strict=True)]
+        return self._with_cost(rows, tokens, definition)
+
+    def _definition(
+        self, messages: list[Message], tools: list[Any] | None, kwargs: dict[str, Any], origin: Origin
+    ) -> Definition:
+        """The conversation, once its template is known to take it. Raises UserError."""
+        self.template.require(origin)
+        definition = Definition(self.template, messages, tools, kwargs)
+        try:
+            definition.plain.full  # noqa: B018
+        except MaskError as error:
+            reason = one_line(error.__cause__) if isinstance(error.__cause__, Exception) else str(error)
+            raise UserError(f"{origin}: the chat template refuses this row: {reason}") from error
+        return definition
+
+    def _everything(self, definition: Definition, chat: Chat, origin: Origin) -> Tokens:
+        weighted = [n for n, message in enumerate(chat.messages) if message.get("weight", 1) != 1]
+        if weighted:
+            raise UserError(
+                f"{origin}: messages[{weighted[0]}] has a weight of its own, but supervise is all; leave it out, or "
+                "choose supervise: assistant"
+            )
+        ids = self.codec.ids(definition.plain.full)
+        return Tokens(ids, [True] * len(ids), [], None if chat.weight == 1 else [chat.weight] * len(ids))
+
+    def _laid(self, definition: Definition, wanted: list[int], origin: Origin) -> list[Laid]:
+        try:
+            return [self._narrowed(laid) for laid in definition.rows(wanted, self.turns)]
+        except MaskError as error:
+            raise _refused(error, origin) from error
+
+    def _narrowed(self, laid: Laid) -> Laid:
+        """The row with what the template leaves out noticed, and its targets as the recipe wants them."""
+        self.remarks |= hidden(laid)
+        laid = within_marks(laid)
+        return laid if self.supervise_reasoning else without_thought(laid)
+
+    def _tokens(self, laid: Laid, chat: Chat, origin: Origin) -> Tokens:
+        tokens = self._encoded_spans(laid, origin)
+        tokens.weigh([chat.weight * chat.messages[target.turn].get("weight", 1) for target in laid.targets])
+        return tokens
+
+    def _encoded_spans(self, laid: Laid, origin: Origin) -> Tokens:
+        if not all(self.codec.ends_special(laid.text[target.start : target.end]) for target in laid.targets):
             self.remarks.add(OPEN_TURN)
         try:
-            return encode_spans(self.codec, rendered.text, rendered.spans)
-        except MaskError as error:
+            return encode_spans(self.codec, laid.text, [(target.start, target.end) for target in laid.targets])
+        except SeamError as error:
             raise UserError(f"{origin}: {error}; no mask can be made, use supervise: all") from None
+
+    def _noted(self, result: Encoded | Dropped, how: str) -> Encoded | Dropped:
+        if isinstance(result, Dropped) or how == "whole":
+            return result
+        return replace(result, remarks=result.remarks | {how})
+
+    def _with_cost(
+        self, rows: list[Encoded | Dropped], tokens: list[Tokens], definition: Definition
+    ) -> list[Encoded | Dropped]:
+        """The rows, the first kept one with what several rows cost against one."""
+        if len(rows) < 2:
+            return rows
+        whole = len(self.codec.ids(definition.plain.full))
+        split = Split(len(rows), sum(map(len, tokens)), whole)
+        kept = next((n for n, row in enumerate(rows) if isinstance(row, Encoded)), None)
+        return [
+            replace(row, split=split) if n == kept and isinstance(row, Encoded) else row for n, row in enumerate(rows)
+        ]
 
     def _notice_controls(self, messages: list[Message]) -> None:
         if any(self.codec.find_special(str(message["content"])) for message in messages):
             self.remarks.add(CONTROLS)
 
-    def _wanted(self, messages: list[Message]) -> list[int]:
-        """The assistant turns to learn: those that say something and aren't given weight 0 (as OpenAI's format can)."""
+    def _wanted(self, chat: Chat) -> list[int]:
+        """The assistant turns to learn: those that say something and whose weight isn't 0."""
         turns = [
-            i
-            for i, message in enumerate(messages)
-            if message["role"] == "assistant" and _says(message) and message.get("weight", 1) != 0
+            number
+            for number, message in enumerate(chat.messages)
+            if message["role"] == "assistant" and _says(message) and chat.weight * message.get("weight", 1) != 0
         ]
         return turns[-1:] if self.supervise == "last" else turns
 
@@ -168,106 +227,78 @@ class Encoder:
         if not extra:
             return tokens
         self.remarks.add(DOUBLED_BOS)
-        starts = [max(0, start - extra) for start in tokens.starts]
-        return Tokens(tokens.ids[extra:], tokens.supervised[extra:], starts)
-
-    def _cut(self, tokens: Tokens, document: bool, origin: Origin) -> Tokens | Dropped:
-        """An over-long row under `on_long` (a document has no prompt and loses its end). Raises UserError."""
-        length, limit = len(tokens), self.max_length
-        if self.on_long == "error":
-            raise _too_long(origin, length, limit)
-        if self.on_long == "drop":
-            return Dropped(TOO_LONG, origin, length, length)
-        if self.on_long == "truncate_prompt" and not document:
-            return self._cut_prompt(tokens, origin)
-        if not any(tokens.supervised[:limit]):
-            return Dropped(NO_TARGETS_LEFT, origin, length, tokens.supervised.index(True) + 1)
-        return Tokens(tokens.ids[:limit], tokens.supervised[:limit], tokens.starts)
-
-    def _cut_prompt(self, tokens: Tokens, origin: Origin) -> Tokens | Dropped:
-        """The last `max_length` tokens up to the end of the last response, with BOS kept in front.
-
-        Where everything is supervised there is no last response to keep whole, and the row just loses its beginning.
-        """
-        end = len(tokens) - tokens.supervised[::-1].index(True)
-        response = end - tokens.starts[-1] if tokens.starts else 1
-        bos = self._leading_bos(tokens.ids)
-        needed = response + max(1, bos)
-        if needed > self.max_length:
-            return Dropped(RESPONSE_TOO_LONG, origin, len(tokens), needed)
-        first = max(bos, end - (self.max_length - bos))
-        supervised = [*tokens.supervised[:bos], *tokens.supervised[first:end]]
-        supervised[0] = False
-        return Tokens([*tokens.ids[:bos], *tokens.ids[first:end]], supervised, [])
-
-    def _leading_bos(self, ids: Sequence[int]) -> int:
-        return 1 if self.codec.bos is not None and ids[:1] == [self.codec.bos] else 0
+        return tokens.shifted(extra)
 
     # Preference rows.
 
     def _preference(self, example: Preference, origin: Origin) -> Encoded | Dropped:
         if not _answers(example.chosen) or not _answers(example.rejected):
             return Dropped(EMPTY_RESPONSE, origin)
-        prompt, chosen = self._branch(example.prompt, example.chosen, example.tools, origin)
-        other, rejected = self._branch(example.prompt, example.rejected, example.tools, origin)
+        (prompt, chosen), (other, rejected) = self._branches(example, origin)
         if not prompt or not other:
             return Dropped(EMPTY_PROMPT, origin)
-        if chosen == rejected and prompt == other:
+        if not chosen or not rejected:
+            return Dropped(EMPTY_RESPONSE, origin)
+        length = max(len(prompt) + len(chosen), len(other) + len(rejected))
+        row = self.limit.fit_pair(prompt, other, chosen, rejected, origin)
+        if isinstance(row, Dropped):
+            return row
+        if row.chosen == row.rejected and prompt == other:
             self.remarks.add(IDENTICAL)
         if prompt != other:
             self.remarks.add(PROMPTS_DIFFER)
-        return self._fit_pair(prompt, other, chosen, rejected, origin)
+        return Encoded(row, length, length > self.max_length, frozenset(self.remarks))
 
-    def _branch(
-        self, prompt: str | None, answer: str | list[Message], tools: list[Any] | None, origin: Origin
-    ) -> tuple[list[int], list[int]]:
-        """Token ids of a branch's prompt and of its response, end-of-turn included."""
-        if isinstance(answer, str) and not self.template.exists:
-            tokens = self._document([(prompt or "", False), (answer, True)])
-        else:
-            messages = _asked(prompt, answer) if isinstance(answer, str) else answer
+    def _branches(self, example: Preference, origin: Origin) -> list[tuple[list[int], list[int]]]:
+        """Token ids of each branch's prompt and of its response, end-of-turn included."""
+        answers = (example.chosen, example.rejected)
+        if isinstance(example.chosen, str) and not self.template.exists:
+            self._require_plain(example, origin)
+            return [self._parted(self._document([(example.prompt or "", False), (str(a), True)])) for a in answers]
+        talks = [_asked(example.before, example.prompt, a) if isinstance(a, str) else a for a in answers]
+        definitions = []
+        for messages in talks:
             self._notice_controls(messages)
-            tokens = self._supervised(messages, tools, [len(messages) - 1], origin)
+            definitions.append(self._definition(messages, example.tools, example.kwargs, origin))
+        try:
+            branches = [self._narrowed(laid) for laid in pair(*definitions)]
+        except MaskError as error:
+            raise _refused(error, origin) from error
+        self.remarks |= {laid.how for laid in branches} - _WHOLE
+        return [self._parted(self._encoded_spans(laid, origin)) for laid in branches]
+
+    def _parted(self, tokens: Tokens) -> tuple[list[int], list[int]]:
         tokens = self._single_bos(tokens)
-        start = tokens.starts[-1]
+        if not tokens.spans:
+            return tokens.ids, []
+        start = tokens.spans[0][0]
         end = len(tokens) - tokens.supervised[::-1].index(True)
         return tokens.ids[:start], tokens.ids[start:end]
 
-    def _fit_pair(
-        self, prompt: list[int], other: list[int], chosen: list[int], rejected: list[int], origin: Origin
-    ) -> Encoded | Dropped:
-        limit, longest = self.max_length, max(len(chosen), len(rejected))
-        length = max(len(prompt) + len(chosen), len(other) + len(rejected))
-        truncated = length > limit
-        if truncated and self.on_long == "error":
-            raise _too_long(origin, length, limit)
-        least = max(1, self._leading_bos(prompt))
-        if longest + least > limit:
-            if self.on_long != "truncate":
-                return Dropped(RESPONSE_TOO_LONG, origin, length, longest + least)
-            chosen, rejected = chosen[: limit - least], rejected[: limit - least]
-            longest = limit - least
-        room = limit - longest
-        differ = prompt != other
-        prompt, other = self._tail(prompt, room), self._tail(other, room)
-        row = PreferenceRow(prompt, chosen, rejected, origin, other if differ else None)
-        return Encoded(row, length, truncated, frozenset(self.remarks))
 
-    def _tail(self, prompt: list[int], room: int) -> list[int]:
-        """The last `room` tokens of a prompt, BOS kept in front."""
-        if len(prompt) <= room:
-            return prompt
-        bos = self._leading_bos(prompt)
-        keep = room - bos
-        return prompt[:bos] + (prompt[-keep:] if keep else [])
+def _refused(error: MaskError, origin: Origin) -> UserError:
+    if isinstance(error, HiddenError):
+        return UserError(
+            f"{origin}: the chat template can't teach this row: {error}; give one that does as data.chat_template"
+        )
+    return UserError(
+        f"{origin}: the chat template can't be masked turn by turn: {error}; use supervise: all, or give "
+        "a template with {% generation %} marks as data.chat_template"
+    )
 
 
-def _asked(prompt: str | None, answer: str) -> list[Message]:
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+def _chat(example: Completion) -> Chat:
+    messages = _asked(example.before, example.prompt, example.completion)
+    return Chat(messages, example.tools, example.weight, example.kwargs)
+
+
+def _asked(before: list[Message], prompt: str | None, answer: str) -> list[Message]:
+    return [*before, {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
 def _says(message: Message) -> bool:
-    return bool(str(message["content"]).strip() or message.get("tool_calls") or message.get("reasoning_content"))
+    said = (message.get(name) for name in ("tool_calls", *REASONING))
+    return bool(str(message["content"]).strip() or any(said))
 
 
 def _says_nothing(example: Example) -> str | None:
@@ -287,10 +318,3 @@ def _says_nothing(example: Example) -> str | None:
 
 def _answers(answer: str | list[Message]) -> bool:
     return bool(answer.strip()) if isinstance(answer, str) else _says(answer[-1])
-
-
-def _too_long(origin: Origin, length: int, limit: int) -> UserError:
-    return UserError(
-        f"{origin}: this row has {length} tokens, more than max_seq_length {limit}, and on_long is error; raise "
-        f"max_seq_length to {length} or choose drop, truncate_prompt or truncate"
-    )

@@ -56,6 +56,9 @@ class Feed(Protocol):
 
     def next(self) -> Raw: ...
 
+    def last(self) -> Raw:
+        """What `next` gave last, also before the place was written down that was returned to."""
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -124,6 +127,9 @@ class Shuffled:
         if self.position == len(self.table):
             self._go(self.epoch + 1, 0)
         self.position += 1
+        return self.last()
+
+    def last(self) -> Raw:
         return self.table[self.order[self.position - 1]]
 
     def _go(self, epoch: int, position: int) -> None:
@@ -174,6 +180,10 @@ class Windowed:
                 raise UserError("the data holds no row any more")
             rows = self._fill()
         self.position += 1
+        return self.last()
+
+    def last(self) -> Raw:
+        rows = self._fill()
         assert self.order is not None
         return rows[self.order[self.position - 1]]
 
@@ -214,6 +224,7 @@ class Mixed:
     def __init__(self, feeds: Sequence[Feed], weights: Sequence[float], rows: int | None) -> None:
         self.feeds, self.weights, self.rows = list(feeds), list(weights), rows
         self.taken = [0] * len(self.feeds)
+        self._from = 0  # the feed that gave the last row
 
     @property
     def epoch(self) -> int:
@@ -224,17 +235,22 @@ class Mixed:
         due = [(taken + 1) / weight for taken, weight in zip(self.taken, self.weights, strict=True)]
         which = due.index(min(due))
         self.taken[which] += 1
+        self._from = which
         return self.feeds[which].next()
+
+    def last(self) -> Raw:
+        return self.feeds[self._from].last()
 
     def state_dict(self) -> dict[str, Any]:
         feeds = [feed.state_dict() for feed in self.feeds]
-        return {"kind": "mix", "taken": self.taken.copy(), "weights": self.weights, "feeds": feeds}
+        state = {"kind": "mix", "taken": self.taken.copy(), "weights": self.weights, "feeds": feeds}
+        return {**state, "from": self._from}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_state(state, "mix", None)
         if list(state["weights"]) != self.weights:
             raise UserError(f"the weights of the mix are {self.weights}, but the run to resume had {state['weights']}")
-        self.taken = list(state["taken"])
+        self.taken, self._from = list(state["taken"]), state.get("from", 0)
         for feed, saved in zip(self.feeds, state["feeds"], strict=True):
             feed.load_state_dict(saved)
 

@@ -2,12 +2,14 @@
 
 Understood are `messages`; `prompt` and `completion`; `text`; `prompt`, `chosen` and `rejected`; and besides ShareGPT
 rows (`conversations` of `from`/`value`) and Alpaca rows (`instruction`, `input`, `output`). `columns` renames the
-data's fields first.
+data's fields first. Beside each of them may stand `system`, `tools`, `weight` (of the row), `chat_template_kwargs`, and
+`history` in Alpaca rows; turns may have `weight`, or `train` or `loss` (true or false).
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from segtrain.data.raw import Raw, kind
@@ -34,28 +36,42 @@ SHAREGPT_ROLES = {
 }
 
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+_FLAGS = ("train", "loss", "training")
+_PARTS = ("train_detail", "training_detail")
+
+
 @dataclass(frozen=True)
 class Text:
     """A plain document; all of it is learnt."""
 
     text: str
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and what should follow it."""
+    """A prompt and what should follow it; `before` are earlier turns, which only a chat template can show."""
 
     prompt: str
     completion: str
     tools: list[Any] | None = None
+    before: list[Message] = field(default_factory=list)
+    weight: float = 1.0
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, with the tools that its template may announce."""
+    """A conversation, with the tools that its template may announce.
+
+    A turn's `weight` multiplies the row's; `kwargs` are arguments of the template for this row.
+    """
 
     messages: list[Message]
     tools: list[Any] | None = None
+    weight: float = 1.0
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,8 @@ class Preference:
     chosen: str | list[Message]
     rejected: str | list[Message]
     tools: list[Any] | None = None
+    before: list[Message] = field(default_factory=list)
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 Example: TypeAlias = Text | Completion | Chat | Preference
@@ -168,32 +186,78 @@ class _Fields:
     def example(self, form: Form) -> Example:
         match form.fields:
             case ("text",):
-                return Text(self.text("text"))
+                return Text(self.text("text"), self.weight(self.row, "weight"))
             case ("prompt", "completion"):
                 return self.completion()
             case ("instruction", "output"):
-                return Completion(self.alpaca_prompt(), self.text("output"))
+                return self.question(self.alpaca_prompt(), self.text("output"), self.history())
             case ("messages",):
-                return Chat(self.messages("messages"), self.tools())
+                return self.chat(self.messages("messages"))
             case ("conversations",):
-                return Chat(self.sharegpt(), self.tools())
+                return self.chat(self.sharegpt())
         return self.preference()
+
+    def chat(self, messages: list[Message]) -> Chat:
+        return Chat(self.with_system(messages), self.tools(), self.weight(self.row, "weight"), self.kwargs())
 
     def completion(self) -> Example:
         if isinstance(self.row["prompt"], list) or isinstance(self.row["completion"], list):
             prompt, completion = self.turns("prompt", "user"), self.turns("completion", "assistant")
-            return Chat([*prompt, *completion], self.tools())
-        return Completion(self.text("prompt"), self.text("completion"), self.tools())
+            return self.chat([*prompt, *completion])
+        return self.question(self.text("prompt"), self.text("completion"), [])
+
+    def question(self, prompt: str, completion: str, before: list[Message]) -> Completion:
+        before = self.with_system(before)
+        return Completion(prompt, completion, self.tools(), before, self.weight(self.row, "weight"), self.kwargs())
+
+    def with_system(self, messages: list[Message]) -> list[Message]:
+        """The turns with the row's own `system` before them."""
+        system = self.text("system") if self.row.get("system") else ""
+        if not system.strip():
+            return messages
+        if messages and messages[0]["role"] in ("system", "developer"):
+            if messages[0]["content"] == system:
+                return messages
+            raise self.error("system stands beside a conversation that begins with another system message; keep one")
+        return [{"role": "system", "content": system}, *messages]
+
+    def history(self) -> list[Message]:
+        """Alpaca's earlier turns: a list of [instruction, response]."""
+        turns = self.row.get("history") or []
+        if not isinstance(turns, list) or not all(
+            isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns
+        ):
+            raise self.error("history must be a list of [instruction, response], each a string")
+        roles = ("user", "assistant")
+        return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+
+    def kwargs(self) -> dict[str, Any]:
+        found = self.row.get("chat_template_kwargs") or {}
+        if not isinstance(found, dict):
+            raise self.error(f"chat_template_kwargs must be an object, not {kind(found)}")
+        return found
+
+    def weight(self, values: Mapping[str, Any], where: str) -> float:
+        """A weight of at least 0; 1 where none is given."""
+        weight = values.get("weight")
+        if weight is None:
+            return 1.0
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise self.error(f"{where} must be a number of at least 0, not {weight!r}")
+        return float(weight)
 
     def preference(self) -> Preference:
         chosen, rejected = self.row["chosen"], self.row["rejected"]
-        prompt = self.row.get("prompt")
+        prompt, tools, kwargs = self.row.get("prompt"), self.tools(), self.kwargs()
+        if self.weight(self.row, "weight") != 1:
+            raise self.error("weight has no meaning in a preference row; leave it out")
         if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, list):
             if prompt is None:
                 raise self.error("prompt is missing: chosen and rejected are strings, so the prompt must be given")
-            return Preference(self.text("prompt"), chosen, rejected, self.tools())
+            return Preference(self.text("prompt"), chosen, rejected, tools, self.with_system([]), kwargs)
         before = [] if prompt is None else self.turns("prompt", "user")
-        return Preference(None, self.answered(before, "chosen"), self.answered(before, "rejected"), self.tools())
+        good, bad = (self.with_system(self.answered(before, field)) for field in ("chosen", "rejected"))
+        return Preference(None, good, bad, tools, kwargs=kwargs)
 
     def answered(self, prompt: list[Message], field: str) -> list[Message]:
         """The whole conversation that `field` ends; it may hold the prompt's turns again, or only the answer."""
@@ -203,6 +267,8 @@ class _Fields:
             raise self.error(f"{field} must end with an assistant turn, not with {whole[-1]['role']}")
         if len(whole) == 1:
             raise self.error(f"{field} holds no turn before its answer, and there is no prompt")
+        if whole[-1].get("weight", 1) != 1:
+            raise self.error(f"{field} ends with a turn of weight {whole[-1]['weight']:g}; an answer has none here")
         return whole
 
     def turns(self, field: str, role: str) -> list[Message]:
@@ -235,15 +301,57 @@ class _Fields:
             meant = SHAREGPT_ROLES.get(role) if isinstance(role, str) else None
             hint = f"; write {meant}" if meant else ""
             raise self.error(f"{where}.role is {role!r}, not one of {', '.join(ROLES)}{hint}")
-        calls = message.get("tool_calls")
-        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        message = {**message, **self.calls(where, message)}
+        return {**self.weighted(where, message), "content": self.content(where, message)}
+
+    def weighted(self, where: str, message: Message) -> Message:
+        """The turn with its `weight`, into which `train` and `loss` go. Raises UserError where it can't be honoured."""
+        given = [name for name in (*_FLAGS, *_PARTS, "weight") if message.get(name) is not None]
+        if not given:
+            return message
+        weight = self.weight(message, f"{where}.weight")
+        for name in given:
+            if name in _PARTS:
+                raise self.error(f"{where}.{name} isn't supported; a turn is learnt as a whole or not at all")
+            if name in _FLAGS and type(message[name]) is not bool:
+                raise self.error(f"{where}.{name} must be true or false, not {message[name]!r}")
+            weight *= message[name] is not False
+        if message["role"] != "assistant":
+            if weight:
+                raise self.error(
+                    f"{where}.{given[0]} asks for a turn of role {message['role']} to be learnt; only the assistant's "
+                    "turns can be (or everything, by supervise: all); leave it out or set it to "
+                    f"{'0' if given[0] == 'weight' else 'false'}"
+                )
+            return {key: value for key, value in message.items() if key not in given}
+        return {**{key: value for key, value in message.items() if key not in given}, "weight": weight}
+
+    def calls(self, where: str, message: Message) -> Message:
+        """`tool_calls`, their arguments decoded from JSON text, as servers do before they render."""
+        calls, single = message.get("tool_calls"), message.get("function_call")
+        if calls is None and isinstance(single, dict):
+            calls, where = [{"type": "function", "function": single}], f"{where}.function_call"
+        if calls is None:
+            return {}
+        if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
             raise self.error(f"{where}.tool_calls must be a list of objects, not {kind(calls)}")
-        return {**message, "content": self.content(where, message)}
+        return {"tool_calls": [self.call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]}
+
+    def call(self, where: str, call: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": self.call(f"{where}.function", call["function"])}
+        arguments = call.get("arguments")
+        if not isinstance(arguments, str):
+            return call
+        try:
+            return {**call, "arguments": json.loads(arguments) if arguments.strip() else {}}
+        except (ValueError, RecursionError):
+            raise self.error(f"{where}.arguments is a string that isn't valid JSON") from None
 
     def content(self, where: str, message: Message) -> str:
         content = message.get("content")
         if content is None:
-            if message.get("tool_calls") or message.get("reasoning_content"):
+            if message.get("tool_calls") or any(message.get(name) for name in REASONING):
                 return ""
             raise self.error(f"{where}.content is {'null' if 'content' in message else 'missing'}")
         if isinstance(content, list):
@@ -266,9 +374,7 @@ class _Fields:
             return self.messages("conversations")
         if not turns:
             raise self.error("conversations is empty")
-        messages = [self.sharegpt_turn(f"conversations[{i}]", turn) for i, turn in enumerate(turns)]
-        system = self.row.get("system")
-        return [{"role": "system", "content": self.text("system")}, *messages] if system else messages
+        return [self.sharegpt_turn(f"conversations[{i}]", turn) for i, turn in enumerate(turns)]
 
     def sharegpt_turn(self, where: str, turn: Any) -> Message:
         if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
@@ -278,7 +384,10 @@ class _Fields:
             raise self.error(f"{where}.from is {turn['from']!r}, not one of {', '.join(SHAREGPT_ROLES)}")
         if not isinstance(turn["value"], str):
             raise self.error(f"{where}.value must be a string, not {kind(turn['value'])}")
-        return {"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]}
+        more = {key: turn[key] for key in (*_FLAGS, *_PARTS, "weight") if key in turn}
+        message = {**more, "role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]}
+        calls = _calls(turn["value"]) if turn["from"] == "function_call" else None
+        return self.message(where, {**message, "content": "", "tool_calls": calls} if calls else message)
 
     def alpaca_prompt(self) -> str:
         instruction, extra = self.text("instruction"), self.row.get("input")
@@ -303,6 +412,26 @@ class _Fields:
 
     def error(self, text: str) -> UserError:
         return UserError(f"{self.origin}: {text}")
+
+
+def _calls(text: str) -> list[dict[str, Any]] | None:
+    """The tool calls that a ShareGPT turn spells out in JSON; None where it spells none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
+        return None
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def thought_of(message: Message) -> tuple[str, str]:
+    """A turn's thought and the text after it, both without white space around them."""
+    inline, closed, answer = str(message.get("content") or "").rpartition("</think>")
+    given = next((str(message[name]) for name in REASONING if message.get(name)), "")
+    thought = given or (inline.rpartition("<think>")[2] if closed else "")
+    return thought.strip(), answer.strip()
 
 
 def _keys(row: Mapping[str, Any]) -> str:

@@ -17,11 +17,15 @@ class Origin:
 
 @dataclass(frozen=True)
 class SupervisedRow:
-    """A row of supervised fine-tuning: `supervised[i]` says that `tokens[i]` is a target."""
+    """A row of supervised fine-tuning: `supervised[i]` says that `tokens[i]` is a target.
+
+    `weights[i]` is how much `tokens[i]` counts in the loss, which is normalised by their sum; None: each target 1.
+    """
 
     tokens: list[int]
     supervised: list[bool]
     origin: Origin
+    weights: list[float] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

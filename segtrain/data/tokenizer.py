@@ -3,6 +3,7 @@
 mlx-lm's `TokenizerWrapper` and the tokenizers of transformers both fit `Tokenizer`.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -28,8 +29,16 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...
 
 
+ENDS = "model_end_ids"  # the attribute under which `load_tokenizer` leaves the model's end tokens
+_CHARACTER = 4  # a character has no more bytes than that
+PYTHON_TEMPLATE = "model_python_template"  # and a chat template that is Python code of mlx-lm, by name
+
+
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer of a hub id or a local directory, without its weights and without mlx. Raises UserError."""
+    """The tokenizer of a hub id or a local directory, without its weights and without mlx. Raises UserError.
+
+    It carries the model's end tokens, as mlx-lm reads them, so that rows are those of training.
+    """
     from transformers import AutoTokenizer
 
     path = Path(model).expanduser()
@@ -37,10 +46,39 @@ def load_tokenizer(model: str, trust_remote_code: bool = False) -> Tokenizer:
     with nullcontext("") if local else hub() as unreachable:
         try:
             name = str(path) if local else model
-            return cast(Tokenizer, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code))
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            setattr(tokenizer, ENDS, _end_ids(name))
+            setattr(tokenizer, PYTHON_TEMPLATE, _model_file(name, "tokenizer_config.json").get("chat_template_type"))
+            return cast(Tokenizer, tokenizer)
         except Exception as error:  # transformers raises whatever the tokenizer's class does
             why = advice(model, unreachable) if unreachable else reason(error)
             raise UserError(f"model {model}: its tokenizer can't be loaded: {why}") from error
+
+
+def _end_ids(name: str) -> list[int]:
+    """`eos_token_id` of the generation configuration, or else of the model's: one id or several."""
+    found = _model_file(name, "generation_config.json").get("eos_token_id")
+    found = found or _model_file(name, "config.json").get("eos_token_id")
+    ids = found if isinstance(found, list) else [found]
+    return [value for value in ids if type(value) is int]
+
+
+def _model_file(name: str, file: str) -> dict[str, Any]:
+    """A JSON file of a model that was just read; empty where there is none."""
+    from transformers.utils import cached_file
+
+    try:
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        found = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def bare(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer of transformers within mlx-lm's wrapper, or the same one."""
+    inner: Any = getattr(tokenizer, "_tokenizer", None)
+    return cast(Tokenizer, inner) if hasattr(inner, "apply_chat_template") else tokenizer
 
 
 class Codec:
@@ -50,7 +88,8 @@ class Codec:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+        self.given, self.tokenizer = tokenizer, bare(tokenizer)
+        tokenizer = self.tokenizer
         _silence_length_warning(tokenizer)
 
     def ids(self, text: str) -> list[int]:
@@ -101,14 +140,22 @@ class Codec:
     def special_texts(self) -> frozenset[str]:
         added = getattr(self.tokenizer, "added_tokens_decoder", None) or {}
         texts = {str(getattr(token, "content", token)) for token in added.values() if getattr(token, "special", False)}
-        return frozenset(text for text in texts | self.stop_texts if text)
+        return frozenset(text for text in texts | self.end_texts if text)
 
     @cached_property
-    def stop_texts(self) -> frozenset[str]:
-        """The texts of the tokens at which generation stops."""
-        known = getattr(self.tokenizer, "eos_token_ids", None)  # mlx-lm's wrapper: a set
-        stops = {*self.ends, *(known if isinstance(known, set | frozenset | list | tuple) else ())}
-        return frozenset(self.text([stop]) for stop in stops)
+    def added_texts(self) -> tuple[str, ...]:
+        """Every text that always is one token, special or not, the longest first."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", None) or {}
+        texts = {str(getattr(token, "content", token)) for token in added.values()} | self.special_texts
+        return tuple(sorted(filter(None, texts), key=len, reverse=True))
+
+    @cached_property
+    def end_texts(self) -> frozenset[str]:
+        """The texts of the tokens at which generation ends: the tokenizer's and all of the model's configuration."""
+        known = getattr(self.given, "eos_token_ids", None)  # mlx-lm's wrapper: a set
+        known = known if isinstance(known, set | frozenset | list | tuple) else ()
+        ends = {*self.ends, *known, *(getattr(self.tokenizer, ENDS, None) or ())}
+        return frozenset(self.text([end]) for end in ends)
 
     def leading_special(self, text: str) -> int:
         """The length of the special token at the start of `text`, white space before it included; 0: there is none."""
@@ -137,6 +184,34 @@ class Codec:
     def _any_special(self) -> re.Pattern[str]:
         longest_first = sorted(self.special_texts, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def splits_token(self, text: str, at: int) -> bool:
+        """Whether `at` lies inside the text of an added token."""
+        longest = len(self.added_texts[0]) if self.added_texts else 0
+        lo = max(0, at - longest + 1)
+        around = text[lo : at + longest - 1]
+        return any(match.start() < at - lo < match.end() for match in self._any_added.finditer(around))
+
+    @cached_property
+    def _any_added(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.added_texts)) or "(?!)")
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text that each token adds to what the ones before it say; a character in parts comes with its last."""
+        found: list[str] = []
+        start = read = 0  # ids[start:read] is the context, ids[read:end] what isn't told yet
+        for end in range(1, len(ids) + 1):
+            known, now = self.text(ids[start:read]), self.text(ids[start:end])
+            if now.endswith("\ufffd") and end - read < _CHARACTER and end < len(ids):
+                found.append("")
+                continue
+            found.append(now[len(known) :])
+            start, read = read, end
+        return found
+
+    def only_specials(self, text: str) -> bool:
+        """Whether a text has nothing but special tokens and white space."""
+        return not self._any_special.sub("", text).strip()
 
     def find_special(self, text: str) -> str | None:
         """A special token that `text` spells out, if any."""

@@ -117,10 +117,13 @@ class DataRecipe(Section):
     max_seq_length: int = Field(default=2048, ge=2)
     on_long: Literal["drop", "truncate_prompt", "truncate", "error"] = "drop"
     supervise: Literal["assistant", "last", "all"] = "assistant"
+    supervise_reasoning: bool = True
+    turns: Literal["auto", "whole", "each"] = "auto"  # rows of a conversation
     streaming: bool = False
     shuffle_window: int = Field(default=10_000, ge=1)
     columns: dict[str, str] = {}  # our field name -> the data's
     chat_template: str | None = None  # a Jinja template or a file that holds one
+    chat_template_kwargs: dict[str, Any] = {}  # arguments of the template
     subset: str | None = None
     split: str | None = None
 
