@@ -262,7 +262,7 @@ def test_rows_of_one_conversation_survive_a_stop_between_them(tmp_path, streamin
     tokenizer = byte_level("reasoning")
 
     def opened(rank):
-        return open_data(recipe(train=path, streaming=streaming), "sft", tokenizer, rank=rank, world=world).train
+        return open_data(recipe(train=path, streaming=streaming), tokenizer, rank=rank, world=world).train
 
     ranks = [opened(rank) for rank in range(world)]
     whole = [next(ranks[number % world]) for number in range(36)]
@@ -283,7 +283,7 @@ def test_rows_of_one_conversation_survive_a_stop_between_them(tmp_path, streamin
 
 def test_validation_counts_rows_not_conversations(tmp_path):
     path = conversations(tmp_path / "a.jsonl", 7)
-    data = open_data(recipe(train=path, valid=path, valid_rows=4), "sft", byte_level("reasoning"))
+    data = open_data(recipe(train=path, valid=path, valid_rows=4), byte_level("reasoning"))
     assert data.valid is not None
     assert [row.origin.line for row in data.valid] == [1, 2, 2, 3]
     assert data.counts["rows"] == data.rows_per_epoch == 13
