@@ -13,7 +13,7 @@ from mlx_lm.models import gated_delta
 
 from segtrain.engine import objectives
 from segtrain.engine.backward import FullBackward, SegmentedBackward
-from segtrain.engine.layouts import Stream, pair, shared_prefix
+from segtrain.engine.layouts import Layout, Stream, padded, pair, shared_prefix
 from segtrain.models import recurrences, support
 from segtrain.models.plain import PlainForward
 from segtrain.models.recurrences import DOORS, RESTARTS, by_branches
@@ -181,6 +181,28 @@ def test_a_response_that_goes_on_from_the_other_is_seen(name: str):
     assert tiny.relative(expected.grads, shared.step(shared_prefix(*rows)).grads) < 1e-5
     with one_after_the_other(name):
         assert tiny.relative(expected.grads, shared.step(shared_prefix(*rows)).grads) > 1e-3
+
+
+def test_like_hybrid_layers_share_one_function():
+    """A linear and a full attention layer in turns; rows of one length add no further function."""
+    model = tiny_configs.build("qwen3_5")
+    tiny.attach(model)
+    stack, keys = LayerStack(model), set()
+    for seed in (0, 1):
+        tape = stack.begin(tiny.row(12, 4, seed).streams[0])
+        keys |= {stack.pure(tape, i, i + 1, shared=True).key for i in range(4)}
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("layout", [tiny.row(13, 4), shared_prefix(tiny.tokens(5), [1, 2], [3, 4, 5])])
+def test_rows_that_fill_a_bucket_change_nothing(layout: Layout, compiled: bool):
+    model = tiny_configs.build("qwen3_5")
+    lora, stack = tiny.attach(model), LayerStack(model)
+    loss = objectives.sft if len(layout.spans) == 1 else objectives.orpo()
+    expected = SegmentedBackward(stack, lora, loss).step(layout)
+    filled = SegmentedBackward(stack, lora, loss, compiled=compiled).step(padded(layout, 16))
+    assert tiny.relative(expected.grads, filled.grads) < 1e-5
 
 
 def test_files_that_restart_share_a_prompt_in_the_table():

@@ -31,6 +31,7 @@ import mlx.core as mx
 
 from segtrain.recurrence.grouped import scan
 from segtrain.recurrence.sizes import Sizes, group_tokens, on_device
+from segtrain.recurrence.triangular import unit_lower_inverse
 
 SIZES = {
     "cpu": Sizes(chunk=16, group_bytes=1 << 20),
@@ -92,8 +93,7 @@ def _group(
     S = state.reshape(B, K, heads // K, Dv, -1).swapaxes(-1, -2)
     since, until = _decays(logs)
     kk, qk = _per_channel(k, q, logs) if logs.shape[-1] > 1 else _per_head(k, q, logs)
-    inverse: Any = unit_lower_inverse(beta * kk)
-    X = inverse * beta.swapaxes(-1, -2)
+    X = unit_lower_inverse(beta * kk) * beta.swapaxes(-1, -2)
     chained: Any = _chain(X @ v, X @ (since * k), until * k, since[..., -1, :, None], S)
     U, before, S = chained
     y = (since * q) @ before + qk @ U
@@ -155,31 +155,6 @@ def _joined(first: mx.array, across: mx.array, second: mx.array) -> mx.array:
     """[[first, 0], [across, second]]."""
     above = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
     return mx.concatenate([above, mx.concatenate([across, second], axis=-1)], axis=-2)
-
-
-@mx.custom_function
-def unit_lower_inverse(A: mx.array) -> mx.array:
-    """(I + A)^-1 for strictly lower triangular A [..., C, C], C a power of 2.
-
-    By blocks of doubling size: [[X, 0], [L, Y]]^-1 = [[X^-1, 0], [-Y^-1 L X^-1, Y^-1]]. A power series would cancel
-    where keys repeat: the entries of A's powers grow like binomial coefficients.
-    """
-    C = A.shape[-1]
-    i = mx.arange(C)
-    X, size = mx.broadcast_to(mx.eye(C, dtype=A.dtype), A.shape), 1
-    while size < C:
-        block, half = i // (2 * size), i // size
-        below = (block[:, None] == block[None]) & (half[:, None] > half[None])
-        L = mx.where(below, A, 0)
-        X = X - (L if size == 1 else X @ L @ X)
-        size *= 2
-    return X
-
-
-@unit_lower_inverse.vjp
-def _inverse_vjp(A: mx.array, cotangent: mx.array, X: mx.array) -> mx.array:
-    Xt = X.swapaxes(-1, -2)
-    return -(Xt @ cotangent @ Xt)
 
 
 @mx.custom_function

@@ -23,7 +23,8 @@ def _inverse(a: mx.array) -> mx.array:
     inverse, block = mx.broadcast_to(mx.eye(size, dtype=a.dtype), a.shape), 1
     while block < size:
         between = (row // (2 * block) == column // (2 * block)) & (row // block > column // block)
-        inverse = inverse - inverse @ mx.where(between, a, 0) @ inverse
+        below = mx.where(between, a, 0)
+        inverse = inverse - (below if block == 1 else inverse @ below @ inverse)
         block *= 2
     return inverse
 
