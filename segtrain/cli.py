@@ -205,13 +205,20 @@ def plan_segments(
 
 
 @app.command(
-    epilog="\b\nExamples:\n  segtrain check recipe.yaml\n  segtrain check recipe.yaml --set data.on_long=truncate"
+    epilog="\b\nExamples:\n  segtrain check recipe.yaml\n  segtrain check recipe.yaml --rows 3\n"
+    "  segtrain check recipe.yaml --set data.on_long=truncate"
 )
-def check(recipe: RecipeFile = None, set_: Set = None, debug: Debug = False) -> int:
+def check(
+    recipe: RecipeFile = None,
+    rows: Annotated[int | None, typer.Option("--rows", min=1, help="Show the first N rows made of the data.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    set_: Set = None,
+    debug: Debug = False,
+) -> int:
     """Count the data and show what would be learnt.
 
-    Rows, tokens, supervised tokens, what is dropped and why, and one sample with its supervised tokens marked. Trains
-    nothing.
+    Rows, tokens, supervised tokens, what is dropped and why, and one sample, or the first N rows, with the supervised
+    tokens marked. Trains nothing.
     """
     loaded = _load(recipe, set_, "check")
     from segtrain.data.check import check_data
@@ -219,8 +226,11 @@ def check(recipe: RecipeFile = None, set_: Set = None, debug: Debug = False) -> 
     from segtrain.terminal.progress import print_check
 
     with counter("rows") as count:
-        report = check_data(loaded, progress=count)
-    print_check(report)
+        report = check_data(loaded, progress=count, rows=rows or int(as_json))
+    if as_json:
+        typer.echo(json.dumps(report.as_json()))
+    else:
+        print_check(report)
     return DONE
 
 

@@ -287,7 +287,7 @@ def test_verify_grads(passed: bool, workplace: Path, install: Install) -> None:
 
 def test_check_models_and_bench_print(workplace: Path, install: Install) -> None:
     shown: list[Any] = []
-    install("segtrain.data.check", check_data=lambda recipe, progress: progress(1, 2) or recipe.model)
+    install("segtrain.data.check", check_data=lambda recipe, progress, rows: progress(1, 2) or recipe.model)
     install("segtrain.models.support", table=lambda: ["llama"])
     install("segtrain.run.bench", bench=lambda: "bench")
     install("segtrain.terminal.progress", print_check=shown.append, print_models=shown.append, print_bench=shown.append)
@@ -305,7 +305,7 @@ def test_notices_are_said_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A run shows them as events, so the command line itself stays silent there."""
-    install("segtrain.data.check", check_data=lambda recipe, progress: None)
+    install("segtrain.data.check", check_data=lambda recipe, progress, rows: None)
     vars(sys.modules["segtrain.terminal.progress"])["print_check"] = lambda report: None
     assert cli.run([command, "r.yaml", "--set", "trust_remote_code=true"]) == 0
     assert ("note: trust_remote_code runs" in capsys.readouterr().err) == said

@@ -1,5 +1,7 @@
 """`check_data`: counts against a naive recount, in one process and in several."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -10,8 +12,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from data_toys import byte_level, recipe
+from data_toys import byte_level, recipe, saved
+from data_toys import template as chat_template
 
+from segtrain import cli
 from segtrain.data.check import CheckReport, check_data
 from segtrain.errors import UserError
 
@@ -132,7 +136,8 @@ def test_nothing_left_is_an_error(tmp_path):
 
 INTERRUPTED = """
 import sys
-from data_toys import byte_level, recipe
+from data_toys import byte_level, recipe, saved
+from data_toys import template as chat_template
 from segtrain.data.check import check_data
 
 if __name__ == "__main__":
@@ -181,3 +186,65 @@ def test_the_recognised_form_is_reported(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "one", "completion": "two"}\n' * 3)
     assert check_data(recipe(train=str(path)), tokenizer=byte_level("chatml")).form == "prompt/completion"
+
+
+def as_command(home: Path, rows: list[dict], *options: str, template: str = "", stops: list[str] = []) -> tuple:  # noqa: B006
+    """(exit code, what `segtrain check --json` prints) for rows with a model directory's tokenizer."""
+    special = ["<|im_start|>", "<|im_end|>"]
+    saved(home / "model", special, "<|im_end|>", template or chat_template("chatml"), stops)
+    path = write(home / "rows.jsonl", rows)
+    (home / "recipe.yaml").write_text(f"model: {home / 'model'}\ndata: {{train: {path}}}\n")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = cli.run(["check", str(home / "recipe.yaml"), "--json", *options])
+    return code, out.getvalue()
+
+
+def test_json_has_counts_and_the_first_rows(tmp_path):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "漢 a", "weight": 0.5}]
+    code, text = as_command(
+        tmp_path, [{"messages": turns}, {"messages": turns * 2}, {"messages": turns}], "--rows", "2"
+    )
+    found = json.loads(text)
+    assert code == 0
+    assert set(found) == {"counts", "rows"}
+    assert found["counts"]["rows"] == 3
+    first, second = found["rows"]
+    assert first["origin"] == f"{tmp_path}/rows.jsonl:1"
+    assert first["weight"] == 0.5
+    assert "".join(first["pieces"]) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n漢 a<|im_end|>\n"
+    assert "".join(p for p, on in zip(first["pieces"], first["supervised"], strict=True) if on) == "漢 a<|im_end|>"
+    assert second["origin"].endswith(":2")
+    assert sum(second["supervised"]) == 2 * sum(first["supervised"])
+
+
+def test_json_shows_weights_that_differ_and_both_answers_of_a_pair(tmp_path):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x", "weight": 0.5}]
+    _, text = as_command(tmp_path, [{"messages": [*turns, *turns[:1], {"role": "assistant", "content": "y"}]}])
+    (row,) = json.loads(text)["rows"]
+    weights = [w for w, on in zip(row["weights"], row["supervised"], strict=True) if on]
+    assert weights == [0.5, 0.5, 1.0, 1.0]
+    _, text = as_command(tmp_path, [{"prompt": "q", "chosen": "yes", "rejected": "no"}])
+    assert [row["answer"] for row in json.loads(text)["rows"]] == ["chosen", "rejected"]
+
+
+def test_a_row_that_is_refused_ends_check_with_both_texts(tmp_path, capsys):
+    counted = "{{ messages | length }}" + chat_template("chatml")
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]
+    code, _ = as_command(tmp_path, [{"messages": turns}], template=counted)
+    said = " ".join(capsys.readouterr().err.split())
+    assert code == 2
+    assert "inference shows '1<|im_start|>user" in said
+    assert "the conversation '2<|im_start|>user" in said
+
+
+def test_several_rows_of_one_conversation_say_what_they_cost(tmp_path):
+    turns = [{"role": role, "content": "word"} for _ in range(3) for role in ("user", "assistant")]
+    path = write(tmp_path / "a.jsonl", [{"messages": turns}])
+    report = check_data(recipe(train=path), tokenizer=byte_level("reasoning"), rows=9)
+    lengths = [len(sample.pieces) for sample in report.samples]
+    whole = byte_level("reasoning").apply_chat_template(turns, tokenize=False)
+    unsplit = len(byte_level("reasoning").encode(whole, add_special_tokens=False))
+    assert len(lengths) == report.counts["rows"] == report.counts["split_rows"] == 3
+    assert (report.counts["split_tokens"], report.counts["unsplit_tokens"]) == (sum(lengths), unsplit)
+    assert any("become 3 rows, one a turn" in text for text in report.suggestions)

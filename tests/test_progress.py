@@ -20,7 +20,7 @@ from segtrain.events import (
     Saved,
     TrainStep,
 )
-from segtrain.terminal.check import doubling_bins
+from segtrain.terminal.check import PLAIN_MARKS, WIDE_MARKS, doubling_bins, sample_lines
 from segtrain.terminal.console import is_live
 from segtrain.terminal.format import clean, clipped, compact, count, duration, gib, wrapped
 from segtrain.terminal.progress import (
@@ -353,7 +353,7 @@ CHECK = SimpleNamespace(
 )
 
 
-def test_check_shows_lengths_reasons_and_a_sample_with_brackets():
+def test_check_shows_lengths_reasons_and_a_sample_with_marks():
     text = printed(print_check, CHECK)
     bars = [line.count("█") for line in text.splitlines() if " to " in line]
     assert bars == [10, 40]
@@ -362,8 +362,16 @@ def test_check_shows_lengths_reasons_and_a_sample_with_brackets():
     assert "..." in text
     assert "truncate prompt  1  train.jsonl:7" in text
     assert "duplicates  3" in text
-    assert "2 of 5 tokens are supervised, in [brackets]" in text
-    assert "user|\\n|\nHi|[\\x1b[31m][.]" in text
+    assert "2 of 5 tokens are supervised, between ⟦ and ⟧" in text
+    assert "user│\\n│\nHi⟦\\x1b[31m│.⟧" in text
+
+
+def test_a_text_can_not_look_supervised():
+    pieces = ["[INST]", "⟦", "a|b", "│", "\\<x"]
+    sample = SimpleNamespace(pieces=pieces, supervised=[False] * 4 + [True], origin="x:1")
+    wide, plain = ("".join(map(str, sample_lines(sample, 80, marks)[3:])) for marks in (WIDE_MARKS, PLAIN_MARKS))
+    assert wide == r"[INST]│\u27e6│a|b│\u2502⟦\<x⟧"
+    assert plain == r"[INST]\|⟦\|a|b\|│\<\\<x\>"
 
 
 def test_bins_double_and_leave_no_gap():

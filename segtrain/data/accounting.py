@@ -164,6 +164,7 @@ class Tally:
                 "split_tokens": self.split_tokens,
                 "unsplit_tokens": self.unsplit_tokens,
             }
+        found |= {how: self.remarks[how] for how in ("switch", "marks", "graft") if self.remarks[how]}
         if reasons:
             found |= {f"dropped: {reason}": count for reason, count in self.reasons.items()}
         if preference:

@@ -16,6 +16,7 @@ from segtrain.data.feeds import Table
 from segtrain.data.limits import Encoded
 from segtrain.data.raw import Raw
 from segtrain.data.rows import Origin, PreferenceRow, Row
+from segtrain.data.samples import Sample, samples_of
 from segtrain.data.sources import Located, locate
 from segtrain.data.tokenizer import Tokenizer, load_tokenizer
 from segtrain.errors import UserError
@@ -38,19 +39,6 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One row, token by token: the text of each and whether it is supervised."""
-
-    origin: str
-    pieces: list[str]
-    supervised: list[bool]
-
-    @property
-    def tokens(self) -> list[tuple[str, bool]]:
-        return list(zip(self.pieces, self.supervised, strict=True))
-
-
-@dataclass(frozen=True)
 class CheckReport:
     """The accounting of `segtrain check`. Lengths are tokens a row, before any limit."""
 
@@ -64,6 +52,12 @@ class CheckReport:
     sample: Sample | None
     suggestions: list[str]
     form: str = ""  # what the rows are in, as recognised: chat, completion, ...
+    samples: list[Sample] = field(default_factory=list)  # the first rows, as many as were asked for
+
+    def as_json(self) -> dict[str, Any]:
+        """`{"counts": ..., "rows": ...}`, as `segtrain check --json` prints it."""
+        dropped = {f"dropped: {name}": reason.count for name, reason in self.dropped.items()}
+        return {"counts": {**self.counts, **dropped}, "rows": [sample.as_json() for sample in self.samples]}
 
 
 def check_data(
@@ -73,16 +67,18 @@ def check_data(
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
     workers: int | None = None,
+    rows: int = 0,
 ) -> CheckReport:
     """Encode every training and validation row of `recipe` and count what would be learnt of them.
 
     `pairs` says whether the rows must be preference pairs or must not (None: whatever they are); the tokenizer is the
     model's unless it is given.
     `workers` processes tokenise (default: one for each CPU, none for small sets).
+    `rows`: how many of the first rows made of the data the report shows.
     Raises UserError for malformed rows, the first of them named, and where nothing is left to learn.
     """
     tokenizer = tokenizer or load_tokenizer(recipe.model, recipe.trust_remote_code)
-    checker = _Checker(recipe, pairs, tokenizer, progress or (lambda done, total: None), workers)
+    checker = _Checker(recipe, pairs, tokenizer, progress or (lambda done, total: None), workers, rows)
     return checker.report()
 
 
@@ -141,18 +137,27 @@ class _Seen:
 
 class _Checker:
     def __init__(
-        self, recipe: Recipe, pairs: bool | None, tokenizer: Tokenizer, progress: Progress, workers: int | None
+        self,
+        recipe: Recipe,
+        pairs: bool | None,
+        tokenizer: Tokenizer,
+        progress: Progress,
+        workers: int | None,
+        rows: int,
     ) -> None:
         self.recipe, self.section, self.progress = recipe, recipe.data, progress
         self.pipeline = Pipeline(recipe.data, pairs, tokenizer)
         self.workers = workers
         self.sample: Row | None = None
+        self.first: list[Row] = []
+        self.wanted = rows
         self.sought = 0
         self.notes: list[str] = []
 
     def report(self) -> CheckReport:
         located = locate(self.section, "train")
         train = self._count(located)
+        self.wanted = 0  # of the validation rows none is shown
         name = ", ".join(one.name for one in located)
         train.require_sound()
         train.tally.require_rows(name, self.section.max_seq_length)
@@ -162,6 +167,7 @@ class _Checker:
         counts = train.tally.counts(preference, reasons=False)
         duplicates = _duplicates(train)
         counts |= self._valid(train, duplicates)
+        codec = self.pipeline.encoder.codec
         return CheckReport(
             counts=counts,
             histogram=histogram(train.tally.lengths),
@@ -170,15 +176,17 @@ class _Checker:
             truncated=_reasons(self._cut(preference), train.truncated),
             duplicates=duplicates,
             split_prompts=_reasons("prompts of chosen and rejected differ", train.split_prompts),
-            sample=self._shown(self.sample) if self.sample else None,
+            sample=samples_of(codec, self.sample)[0] if self.sample else None,
             suggestions=self._suggestions(train, duplicates, name),
             form=self.pipeline.forms,
+            samples=[sample for row in self.first for sample in samples_of(codec, row)],
         )
 
     def _cut(self, preference: bool) -> str:
         """What happens to a row that is cut."""
-        prompt = preference or self.section.on_long == "truncate_prompt"
-        return "prompt cut from the left" if prompt else "cut from the right"
+        if self.section.on_long == "truncate_prompt":
+            return "prompt cut from the left"
+        return "answers cut from the right" if preference else "cut from the right"
 
     def _valid(self, train: _Seen, duplicates: dict[str, Reason]) -> dict[str, Any]:
         """Counts of the validation rows; those that are among the training rows are noted with the duplicates."""
@@ -238,6 +246,7 @@ class _Checker:
                 except UserError:
                     continue  # counted, with all others, where the rows are encoded
         self._seek_sample(rows)
+        self._seek_first(rows)
         return rows
 
     def _seek_sample(self, rows: list[Raw]) -> None:
@@ -254,14 +263,17 @@ class _Checker:
                 if isinstance(result, Encoded) and (self.sample is None or len(result.row) < len(self.sample)):
                     self.sample = result.row
 
-    def _shown(self, row: Row) -> Sample:
-        codec = self.pipeline.encoder.codec
-        if isinstance(row, PreferenceRow):
-            tokens = [*row.prompt, *row.chosen]
-            supervised = [False] * len(row.prompt) + [True] * len(row.chosen)
-        else:
-            tokens, supervised = row.tokens, row.supervised
-        return Sample(str(row.origin), codec.pieces(tokens), supervised)
+    def _seek_first(self, rows: list[Raw]) -> None:
+        """The first rows made of the data, as many as were asked for."""
+        for raw in rows:
+            if len(self.first) >= self.wanted:
+                return
+            try:
+                results = self.pipeline.encode(raw)
+            except UserError:
+                continue
+            kept = [result.row for result in results if isinstance(result, Encoded)]
+            self.first += kept[: self.wanted - len(self.first)]
 
     def _suggestions(self, train: _Seen, duplicates: dict[str, Reason], name: str) -> list[str]:
         tally, limit = train.tally, self.section.max_seq_length

@@ -1,14 +1,15 @@
-"""`segtrain check`: what is in the data set, and one row with its supervised tokens marked."""
+"""`segtrain check`: what is in the data set, and rows with their supervised tokens marked."""
 
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from segtrain.terminal.console import is_live, line_width, make_console, unicode_bars, write
+from segtrain.terminal.console import fits, line_width, make_console, unicode_bars, write
 from segtrain.terminal.format import clean, count, label, listed, pick, wrapped
 from segtrain.terminal.table import bar
 
@@ -37,9 +38,9 @@ def print_check(report: object, *, console: Console | None = None) -> None:
         write(console, *_reasons(name, pick(report, name), width))
     for text in pick(report, "suggestions", default=()):
         write(console, *textwrap.wrap(f"note  {clean(text)}", width, subsequent_indent=" " * 6, break_on_hyphens=False))
-    sample = pick(report, "sample")
-    if sample is not None:
-        write(console, "", *sample_lines(sample, width, brackets=not is_live(console)))
+    marks = WIDE_MARKS if unicode_marks(console) else PLAIN_MARKS
+    for sample in pick(report, "samples", default=()) or filter(None, [pick(report, "sample")]):
+        write(console, "", *sample_lines(sample, width, marks))
 
 
 def doubling_bins(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -65,16 +66,44 @@ def histogram_lines(bins: Iterable[Any], unicode: bool = True) -> list[str]:
     ]
 
 
-def sample_lines(sample: object, width: int, *, brackets: bool) -> list[Text]:
-    """The tokens of a sample, supervised ones set off: green and underlined, or [bracketed] without colours.
+def sample_lines(sample: object, width: int, marks: "Marks") -> list[Text]:
+    """The tokens of a sample; supervised ones stand between marks that no text can contain, in colour where there is.
 
-    A sample has pieces (text of each token), supervised (one flag each) and origin.
+    A sample has pieces (text of each token), supervised (one flag each), origin, and a weight unless that is 1.
     """
     pieces, flags = list(pick(sample, "pieces", "tokens")), list(pick(sample, "supervised"))
-    how = "in [brackets]" if brackets else "in green, underlined"
     head = Text(f"sample {clean(pick(sample, 'origin', default=''))}", "bold")
-    note = f"  {sum(flags):,} of {len(flags):,} tokens are supervised, {how}; tokens are divided by |"
-    return [head, Text(note), Text(""), *_flowed(_shortened(list(zip(pieces, flags, strict=True))), width, brackets)]
+    weight = pick(sample, "weight", default=1.0)
+    weighed = "" if weight == 1 else f", of weight {weight:g}"
+    note = (
+        f"  {sum(flags):,} of {len(flags):,} tokens are supervised{weighed}, between {marks.start} and {marks.end}; "
+        f"tokens are divided by {marks.between}"
+    )
+    return [head, Text(note), Text(""), *_flowed(_shortened(list(zip(pieces, flags, strict=True))), width, marks)]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What stands around supervised tokens and between tokens, and how a text that has it is written."""
+
+    start: str
+    end: str
+    between: str
+    escapes: dict[str, str]
+
+    def shown(self, piece: str) -> str:
+        for text, escape in self.escapes.items():
+            piece = piece.replace(text, escape)
+        return clean(piece)
+
+
+WIDE_MARKS = Marks("⟦", "⟧", "│", {"⟦": r"\u27e6", "⟧": r"\u27e7", "│": r"\u2502"})
+PLAIN_MARKS = Marks(r"\<", r"\>", r"\|", {"\\": r"\\"})
+
+
+def unicode_marks(console: Console) -> bool:
+    """Whether the marks can be written in the console's encoding."""
+    return unicode_bars(console) and fits("⟦⟧│", console.encoding)
 
 
 def _shortened(tokens: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
@@ -84,17 +113,19 @@ def _shortened(tokens: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     return [*tokens[:half], (f" ... {len(tokens) - 2 * half} tokens ... ", False), *tokens[-half:]]
 
 
-def _flowed(tokens: Sequence[tuple[str, bool]], width: int, brackets: bool) -> list[Text]:
+def _flowed(tokens: Sequence[tuple[str, bool]], width: int, marks: Marks) -> list[Text]:
     """Tokens after one another, broken at `width` and after a token that holds a line break."""
-    lines = [Text()]
-    for piece, supervised in tokens:
-        shown = clean(piece)
-        shown = f"[{shown}]" if supervised and brackets else f"{shown}|"
+    lines, before = [Text()], False
+    for number, (piece, supervised) in enumerate(tokens):
+        last = number + 1 == len(tokens) or tokens[number + 1][1] != supervised
+        start = marks.start if supervised and not before else ""
+        shown = start + marks.shown(piece) + (marks.end if supervised and last else "" if last else marks.between)
         if lines[-1].cell_len and lines[-1].cell_len + len(shown) > width:
             lines.append(Text())
         lines[-1].append(shown, "green underline" if supervised else "dim")
         if _NEWLINE in shown:
             lines.append(Text())
+        before = supervised
     return lines if lines[-1].cell_len else lines[:-1]
 
 

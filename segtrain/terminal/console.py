@@ -38,7 +38,7 @@ def write(console: Console, *lines: str | Text, styled: bool | None = None) -> N
     if not lines:
         return
     text = Text("\n").join(line if isinstance(line, Text) else Text(line) for line in lines)
-    if not _fits(text.plain, console.encoding):
+    if not fits(text.plain, console.encoding):
         text = Text(text.plain.encode(console.encoding, "backslashreplace").decode(console.encoding))
     target.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
@@ -52,10 +52,11 @@ def plain(console: Console) -> Console:
 
 def unicode_bars(console: Console) -> bool:
     """Whether block characters can be written at all."""
-    return _fits("█▌░━", console.encoding)
+    return fits("█▌░━", console.encoding)
 
 
-def _fits(text: str, encoding: str) -> bool:
+def fits(text: str, encoding: str) -> bool:
+    """Whether a text can be written in an encoding."""
     try:
         text.encode(encoding)
     except (UnicodeEncodeError, LookupError):
