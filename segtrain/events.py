@@ -150,6 +150,7 @@ class RunEnded:
     seconds: float
     adapter: Path
     summary: Mapping[str, Any] = field(default_factory=dict)
+    first_step: int = 0  # where it went on from
 
     def as_json(self) -> dict[str, Any] | None:
         return None

@@ -1,6 +1,7 @@
 """Updates that aren't finite and losses that leap, in whole runs; test_trainer.py has the gradient's case."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from segtrain.events import Notice, TrainStep
 from segtrain.run.state import SETTLED
 from segtrain.run.trainer import Trainer
 from segtrain.run.updates import Updates
+from segtrain.storage import checkpoint
 
 
 def scaled_loss(monkeypatch: pytest.MonkeyPatch, factor: float, *lines: int) -> None:
@@ -51,10 +53,44 @@ def test_the_third_in_a_row_ends_the_command_with_1(
     assert command_line(["sft", str(path), "--resume", "--force"]) == 1
     said = capsys.readouterr().err
     assert "3rd update in a row" in said
-    assert "step-0000004" in said
+    assert "step-0000004: --set train.learning_rate=0.001 --resume --force goes on from it" in said
     assert (tmp_path / "run" / "adapters.safetensors").read_bytes() == good
     arrays = mx.load(str(tmp_path / "run" / "adapters.safetensors"))
     assert all(np.isfinite(np.array(value)).all() for value in arrays.values())  # type: ignore[union-attr]
+
+
+def test_before_the_first_update_the_rate_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scaled_loss(monkeypatch, float("nan"), *range(1, 13))
+    assert command_line(["sft", str(tiny_run.recipe_file(tmp_path))]) == 1
+    said = capsys.readouterr().err
+    assert "the learning rate has no part in it" in said
+    assert "lower" not in said
+
+
+def test_the_advice_of_a_failed_run_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_run.recipe_file(tmp_path, train__steps=6, output__save_every=2)
+    with monkeypatch.context() as patched:
+        scaled_loss(patched, float("nan"), *range(1, 13))
+        inner, calls = Updates.next, iter(range(100))
+
+        def good_at_first(self: Updates, *args: Any) -> Any:
+            if next(calls) < 2:
+                patched.undo()
+            else:
+                scaled_loss(patched, float("nan"), *range(1, 13))
+            return inner(self, *args)
+
+        monkeypatch.setattr(Updates, "next", good_at_first)
+        assert command_line(["sft", str(path)]) == 1
+    advice = re.search(r"(--set) (train\S+) (--resume) (--force)", " ".join(capsys.readouterr().err.split()))
+    assert advice
+    monkeypatch.undo()
+    assert command_line(["sft", str(path), *advice.groups()]) == 0
+    assert checkpoint.steps(tmp_path / "run") == [4, 6] or checkpoint.steps(tmp_path / "run") == [2, 4, 6]
 
 
 def test_a_leap_of_the_loss_is_logged_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

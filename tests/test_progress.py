@@ -149,6 +149,8 @@ def test_a_run_that_stopped_before_its_first_step_claims_no_checkpoint():
     text = rendered([started(), stopped])
     assert "nothing to save yet" in text
     assert "checkpoint is complete" not in text
+    resumed = RunEnded("done", 30, 9.0, stopped.adapter, first_step=10)
+    assert "20 steps in 9.0 s, 30 in all" in rendered([started(30), step(11), resumed]).replace("\n", " ")
     assert "checkpoint is complete" in rendered([started(), step(1), RunEnded("interrupted", 1, 7.0, stopped.adapter)])
 
 

@@ -5,6 +5,7 @@ for its readings of clocks and memory (`tiny_run.READINGS`) and notices about me
 are no longer asked for; test_faults.py kills real processes.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -172,5 +173,73 @@ def test_changed_data_is_refused(folder: Path) -> None:
     recipe = tiny_run.recipe(folder, output__dir=str(folder / "moved"), data__train=str(data))
     train(recipe, "sft", 2, Saved)
     tiny_run.completions(data, rows=13)
-    with pytest.raises(UserError, match="data has changed"):
+    with pytest.raises(UserError, match=r"data has changed.*--force goes on"):
         train(recipe, "sft", resume=True)
+    events = train(recipe, "sft", resume=True, force=True)
+    assert [event.step for event in events if isinstance(event, TrainStep)] == [3, 4, 5, 6]
+    assert any(isinstance(event, Notice) and "from their beginning" in event.text for event in events)
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw", "sgd"), ("adafactor", "adamw"), ("adam", "muon")])
+def test_another_optimizer_by_force_and_then_exactly(folder: Path, before: str, after: str) -> None:
+    """What `--force` is advised for works, and a run that did so resumes to the bit."""
+    results = []
+    for stop in (None, 4):
+        path = str(folder / f"{before} {after} {stop}")
+        first = tiny_run.recipe(folder, output__dir=path, output__save_every=1, train__optimizer=before)
+        train(first, "sft", 2, Saved)
+        changed = tiny_run.recipe(folder, output__dir=path, output__save_every=1, train__optimizer=after)
+        with pytest.raises(UserError, match=r"train\.optimizer: .*--force"):
+            train(changed, "sft", resume=True)
+        events = train(changed, "sft", stop, *([Saved] if stop else []), resume=True, force=True)
+        assert any(isinstance(event, Notice) and "moments begin anew" in event.text for event in events)
+        if stop:
+            train(changed, "sft", resume=True)
+        results.append((Path(path) / "adapters.safetensors").read_bytes())
+    assert results[0] == results[1]
+
+
+def test_an_adapter_that_cannot_fit_is_not_said_to_be_forced(folder: Path) -> None:
+    recipe, loss = recipe_of(folder, "sft", "ranks")
+    train(recipe, loss, 2, Saved)
+    other = tiny_run.recipe(folder, output__dir=str(folder / "ranks"), lora__rank=3)
+    with pytest.raises(UserError, match=r"lora\.rank: 2 → 3.*another output\.dir") as error:
+        train(other, loss, resume=True)
+    assert "--force" not in str(error.value)
+
+
+@pytest.mark.parametrize("longer", [{"train__steps": 9}, {"train__steps": None, "train__epochs": 1}])
+def test_a_finished_run_can_be_made_longer(folder: Path, longer: dict[str, Any]) -> None:
+    path = str(folder / f"longer {len(longer)}")
+    events = train(tiny_run.recipe(folder, output__dir=path), "sft")
+    first = [event.loss for event in events if isinstance(event, TrainStep)]
+    again = train(tiny_run.recipe(folder, output__dir=path), "sft", resume=True)
+    assert any(isinstance(event, Notice) and "finished already (6 steps)" in event.text for event in again)
+    events = train(tiny_run.recipe(folder, output__dir=path, **longer), "sft", resume=True)
+    steps = [event for event in events if isinstance(event, TrainStep)]
+    total = 9 if longer["train__steps"] else 12
+    assert [event.step for event in steps] == list(range(7, total + 1))
+    assert steps[0].learning_rate == pytest.approx(0.01 * 0.5 * (1 + math.cos(math.pi * 6 / total)))
+    assert any(isinstance(event, Notice) and f"a run of {total} updates" in event.text for event in events)
+    logged = [line["loss"] for line in tiny_run.lines(Path(path)) if line["event"] == "train"]
+    assert logged[:6] == first
+    assert len(logged) == total
+
+
+def test_the_limit_on_rows_may_change(folder: Path) -> None:
+    path = str(folder / "shorter rows")
+    train(tiny_run.recipe(folder, output__dir=path), "sft", 2, Saved)
+    shorter = tiny_run.recipe(folder, output__dir=path, data__max_seq_length=12, data__on_long="truncate")
+    events = train(shorter, "sft", resume=True)
+    steps = [event for event in events if isinstance(event, TrainStep)]
+    assert [event.step for event in steps] == [3, 4, 5, 6]
+    assert max(event.tokens for event in steps) <= 12
+    text = next(event.text for event in events if isinstance(event, Notice) and "max_seq_length" in event.text)
+    assert text == "data.max_seq_length: 64 → 12, data.on_long: drop → truncate for the rows after step 2"
+
+
+def test_another_loss_is_no_resume(folder: Path) -> None:
+    path = str(folder / "other loss")
+    train(tiny_run.recipe(folder, "orpo", output__dir=path), "orpo", 2, Saved)
+    with pytest.raises(UserError, match=r"preference row|loss: orpo → sft"):
+        train(tiny_run.recipe(folder, "orpo", output__dir=path), "sft", resume=True)

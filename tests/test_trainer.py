@@ -15,7 +15,19 @@ import tiny_run
 from segtrain.engine import objectives
 from segtrain.engine.backward import Step
 from segtrain.errors import RunFailed, UserError
-from segtrain.events import DataRead, Evaluated, Event, Memory, Notice, PlanChosen, RunEnded, RunStarted, TrainStep
+from segtrain.events import (
+    DataRead,
+    Evaluated,
+    Event,
+    Memory,
+    Notice,
+    PlanChosen,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    Saved,
+    TrainStep,
+)
 from segtrain.models.load import load
 from segtrain.run.guards import ALLOWANCE, SLACK, WARM_UP, Growth
 from segtrain.run.state import SETTLED, RunningLoss, RunState
@@ -265,6 +277,26 @@ def test_prompts_are_sampled(folder: Path) -> None:
     _, out = run(folder, "samples", data__valid=str(folder / "sft-valid.jsonl"), **changes)
     samples = tiny_run.lines(out, "samples.jsonl")
     assert [(sample["step"], sample["prompt"]) for sample in samples] == [(0, "w1 w2"), (2, "w1 w2")]
+
+
+def test_prompts_are_sampled_without_validation_rows_too(folder: Path) -> None:
+    path = str(folder / "prompts alone")
+    recipe = tiny_run.recipe(
+        folder, output__dir=path, output__eval_every=2, train__steps=3, eval__prompts=["w1 w2"], eval__max_tokens=2
+    )
+    events = list(Trainer(recipe).events())
+    assert [event.step for event in events if isinstance(event, Sampled)] == [0, 2, 3]
+    assert not any(isinstance(event, Evaluated) for event in events)
+
+
+def test_a_resumed_run_counts_its_own_steps(folder: Path) -> None:
+    recipe = tiny_run.recipe(folder, output__dir=str(folder / "parts"), train__steps=4, output__save_every=3)
+    events = Trainer(recipe).events()
+    next(event for event in events if isinstance(event, Saved))
+    events.close()  # type: ignore[attr-defined]
+    (*_, ended) = Trainer(recipe, resume=True).events()
+    assert isinstance(ended, RunEnded)
+    assert (ended.first_step, ended.step) == (3, 4)
 
 
 def test_spikes() -> None:

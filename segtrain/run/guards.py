@@ -19,6 +19,7 @@ def check_update(update: Update, updates: Updates, state: RunState, directory: P
     loss = update.totals.loss / update.totals.weight
     if not update.applied:
         return [_not_finite(f"loss {loss:.4g}, gradient norm {update.norm:.4g}", update, updates, state, directory)]
+    state.trend.add(loss)
     mean = state.losses.mean
     if not state.losses.spikes(loss):
         return []
@@ -30,11 +31,23 @@ def _not_finite(what: str, update: Update, updates: Updates, state: RunState, di
     text = f"step {state.step}: {what} on {_listed(updates.blame(update))}"
     if state.bad_steps < MAX_BAD_STEPS:
         return Notice(f"{text}: update skipped", "warning")
+    raise RunFailed(f"{text}, the {MAX_BAD_STEPS}rd update in a row that isn't finite; {_advice(updates, directory)}")
+
+
+def _advice(updates: Updates, directory: Path) -> str:
+    """What helps: before the first update the rate had no part in it."""
+    if updates.optimizer.step == 0:
+        return (
+            "no update was made before, so the learning rate has no part in it: look at these rows, and at the model's "
+            "weights (`segtrain verify-grads`)"
+        )
+    rate = updates.session.recipe.train.learning_rate
     newest = checkpoint.newest_path(directory)
-    last = f"The last good checkpoint is {newest}." if newest else "No checkpoint was saved before."
-    raise RunFailed(
-        f"{text}, the {MAX_BAD_STEPS}rd update in a row that isn't finite; lower train.learning_rate or look at these "
-        f"rows. {last}"
+    if newest is None:
+        return f"lower train.learning_rate ({rate:g}) or look at these rows. No checkpoint was saved before."
+    return (
+        f"lower train.learning_rate ({rate:g}) or look at these rows. The last good checkpoint is {newest}: "
+        f"--set train.learning_rate={rate / 10:g} --resume --force goes on from it."
     )
 
 

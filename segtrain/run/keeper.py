@@ -4,7 +4,7 @@ Rank 0 writes and reads; the others get what it read over the exchange, so the d
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from segtrain.errors import RunFailed, UserError
 from segtrain.events import Event, Notice, Saved
 from segtrain.lora import adapters
 from segtrain.parallel.ranks import Ranks
-from segtrain.recipe.schema import Recipe, differences
+from segtrain.recipe.schema import Recipe
+from segtrain.run.changes import changes, told
 from segtrain.run.optimizer import Optimizer
 from segtrain.run.session import Session
 from segtrain.run.state import RunState
@@ -32,6 +33,7 @@ class Keeper:
     session: Session
     optimizer: Optimizer
     data: Data
+    notices: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.directory = Path(self.recipe.output.dir)
@@ -71,19 +73,46 @@ class Keeper:
         return found, notices
 
     def restore(self, found: checkpoint.Checkpoint, *, force: bool) -> RunState:
-        """Take a checkpoint's place. Raises UserError where it was made with other settings (unless `force`)."""
-        if not force:
-            self._refuse_changes(found)
-        lora = self.session.lora
-        found.check({name: (tuple(value.shape), value.dtype) for name, value in lora.values().items()})
-        lora.set(found.adapters)
-        self.optimizer.load_state_dict(found.optimizer)
+        """Take a checkpoint's place; `notices` says what changed since.
+
+        Raises UserError where it was made with other settings. With `force` only where its adapter doesn't fit: the
+        optimiser's moments and the place in the data begin anew where they don't.
+        """
+        self._require_same(found, force)
+        found.check(self._expected)
+        self.session.lora.set(found.adapters)
+        self._restore_optimizer(found, force)
         try:
-            self.data.train.load_state_dict(found.state["data"])
+            self._restore_place(found, force)
             state, _ = RunState.from_json(found.state["progress"]), dict(found.state["run"])
         except (KeyError, TypeError, AttributeError) as error:
             raise RunFailed(f"{found.path} wasn't written by this version of segtrain ({error!r})") from error
         return state
+
+    @property
+    def _expected(self) -> checkpoint.Expected:
+        return {name: (tuple(value.shape), value.dtype) for name, value in self.session.lora.values().items()}
+
+    def _restore_optimizer(self, found: checkpoint.Checkpoint, force: bool) -> None:
+        self.optimizer.load_state_dict(found.optimizer)
+        try:
+            self.optimizer.require_fit(self.session.lora.values())
+        except RunFailed:
+            if not force:
+                raise
+            self.optimizer.begin_anew()
+            self.notices.append("the optimiser's moments begin anew, since the saved ones are of another optimiser")
+
+    def _restore_place(self, found: checkpoint.Checkpoint, force: bool) -> None:
+        rows = self.data.train
+        beginning = rows.state_dict()
+        try:
+            rows.load_state_dict(found.state["data"])
+        except UserError as error:
+            if not force:
+                raise UserError(f"{error}; --force goes on with this data, from its beginning") from error
+            rows.load_state_dict(beginning)
+            self.notices.append("the data isn't that of the checkpoint: its rows are taken from their beginning")
 
     def settle(self, found: checkpoint.Checkpoint | None, state: RunState) -> None:
         """Bring the run's files to where `found` was taken (None: to their beginning)."""
@@ -113,6 +142,7 @@ class Keeper:
             "recipe_fingerprint": self.recipe.fingerprint(),
             "model_fingerprint": self.model,
             "rows_per_update": self._rows_per_update,
+            "loss": self._loss,
             "run": self.run.position(),
         }
 
@@ -120,22 +150,28 @@ class Keeper:
     def _rows_per_update(self) -> int:
         return self.recipe.train.grad_accumulation_steps * self.ranks.size
 
-    def _refuse_changes(self, found: checkpoint.Checkpoint) -> None:
-        changed = found.differing(recipe=self.recipe.fingerprint(), model=self.model)
-        details = []
-        if "model" in changed:
-            details.append(f"the weights of {self.recipe.model}")
-        if "recipe" in changed:
-            before = Recipe.from_mapping(found.state["recipe"])
-            details += differences(before, self.recipe, training_only=True)
-        rows = found.state["rows_per_update"]
-        if rows != self._rows_per_update:
-            details.append(f"rows of an update over all ranks: {rows} → {self._rows_per_update}")
-        if details:
-            raise UserError(
-                f"{found.path} was made with other settings: {'; '.join(details)}. Put them back, "
-                "or use --force to go on with the new ones"
+    def _require_same(self, found: checkpoint.Checkpoint, force: bool) -> None:
+        """Raises UserError for a change that needs `force` and hasn't got it; what it allows goes into `notices`."""
+        free, details = changes(found.state["recipe"], self.recipe)
+        if found.differing(model=self.model):
+            details.insert(0, f"the weights of {self.recipe.model}")
+        details += [
+            f"{name}: {found.state[key]} → {value}"
+            for key, name, value in (
+                ("rows_per_update", "rows of an update over all ranks", self._rows_per_update),
+                ("loss", "loss", self._loss),
             )
+            if found.state.get(key, value) != value
+        ]
+        self.notices += told(free, found.step, self.optimizer.total_steps)
+        if details and not force:
+            fits = not found.misfits(self._expected)
+            way = "use --force to go on with the new ones" if fits else "give another output.dir for the new ones"
+            raise UserError(f"{found.path} was made with other settings: {'; '.join(details)}. Put them back, or {way}")
+
+    @property
+    def _loss(self) -> str:
+        return self.session.objective.name
 
     def _adapter_config(self) -> dict[str, Any]:
         lora = self.session.lora

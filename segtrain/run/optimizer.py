@@ -25,6 +25,7 @@ from segtrain.recipe.schema import TrainRecipe
 
 Arrays = dict[str, mx.array]
 STEP = "step"
+SINCE = "since"  # the updates before the moments began, where that isn't the run's beginning
 FLAT = "flat"  # the name of the one array that elementwise optimisers work on
 
 
@@ -42,7 +43,7 @@ class Optimizer:
             )
         self.train = train
         self.total_steps = total_steps
-        self.step = 0
+        self.step = self._since = 0
         self._inner = _make(train)
         self._elementwise = train.optimizer in ELEMENTWISE
         self._layout = FlatLayout(())
@@ -99,6 +100,8 @@ class Optimizer:
         if self._known is not None:
             return dict(self._known)
         state = {STEP: mx.array(self.step, mx.uint64)}
+        if self._since:
+            state[SINCE] = mx.array(self._since, mx.uint64)
         for name, slots in self._inner.state.items():
             for slot, value in slots.items() if isinstance(slots, dict) else ():
                 named = FlatArrays(self._layout, value) if name == FLAT else {name: value}
@@ -110,7 +113,19 @@ class Optimizer:
         if STEP not in state:
             raise RunFailed("the saved optimiser state has no step count; resume from another checkpoint")
         self.step = int(cast(int, state[STEP].item()))
+        self._since = int(cast(int, state[SINCE].item())) if SINCE in state else 0
         self._known = dict(state)
+
+    def begin_anew(self) -> None:
+        """Keep the place in the schedule; the moments begin with the next update."""
+        self._since, self._known = self.step, None
+
+    def require_fit(self, params: Mapping[str, mx.array]) -> None:
+        """Raises RunFailed unless a loaded state is one of this optimiser with these parameters."""
+        if self._known is not None and self.step > self._since:
+            fresh = Optimizer(self.train, self.total_steps, compiled=False)
+            fresh._begin(params)
+            _check_state(fresh.state_dict(), self._known)
 
     def _begin(self, params: Mapping[str, mx.array]) -> None:
         """Make the inner optimiser's state at the first update after the start or after a load."""
@@ -118,9 +133,9 @@ class Optimizer:
             return
         flat = params if isinstance(params, FlatArrays) else FlatLayout.of(params).flatten(params)
         self._layout = flat.layout
-        self._inner.state = {STEP: mx.array(self.step, mx.uint64)}
+        self._inner.state = {STEP: mx.array(self.step - self._since, mx.uint64)}  # what corrects the moments' bias
         self._inner.init(self._unit(flat))
-        if self._known is not None and self.step > 0:
+        if self._known is not None and self.step > self._since:
             known, self._known = self._known, None
             _check_state(self.state_dict(), known)
             for name, slots in self._inner.state.items():
@@ -219,14 +234,14 @@ def _check_options(train: TrainRecipe, kind: Callable[..., optimizers.Optimizer]
 
 def _check_state(fresh: Arrays, saved: Arrays) -> None:
     """Raises RunFailed unless `saved` has exactly the names, shapes and dtypes of a fresh state."""
-    expected, found = ({k: v for k, v in state.items() if k != STEP} for state in (fresh, saved))
+    expected, found = ({k: v for k, v in state.items() if k not in (STEP, SINCE)} for state in (fresh, saved))
     odd = sorted(expected.keys() ^ found.keys())
     odd += [name for name in expected.keys() & found.keys() if not _alike(expected[name], found[name])]
     if odd:
         more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
         raise RunFailed(
             f"the saved optimiser state is of another optimiser or other parameters ({', '.join(odd[:3])}{more}); "
-            "resume with the recipe that made it, or start again with --overwrite"
+            "resume with the recipe that made it, or by --force with new moments"
         )
 
 

@@ -4,6 +4,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from segtrain.run.verdict import Trend
+
 SETTLED = 20  # losses seen before one can be called a spike
 SPIKE = 6.0  # mean deviations above the mean
 DECAY = 0.98
@@ -41,6 +43,7 @@ class RunState:
     bad_steps: int = 0
     shared_pairs: int = 0
     losses: RunningLoss = field(default_factory=RunningLoss)
+    trend: Trend = field(default_factory=Trend)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"best_loss": None if math.isinf(self.best_loss) else self.best_loss}
@@ -49,5 +52,6 @@ class RunState:
     def from_json(cls, saved: dict[str, Any]) -> "RunState":
         known = {name: saved[name] for name in cls.__dataclass_fields__}
         known["losses"] = RunningLoss(**known["losses"])
+        known["trend"] = Trend(**known["trend"])
         known["best_loss"] = math.inf if known["best_loss"] is None else known["best_loss"]
         return cls(**known)

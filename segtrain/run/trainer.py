@@ -15,7 +15,7 @@ from typing import Any, Literal
 from segtrain.data import Data, open_data
 from segtrain.engine import objectives
 from segtrain.errors import UserError
-from segtrain.events import DataRead, Event, Notice, RunEnded, RunStarted, TrainStep
+from segtrain.events import DataRead, Evaluated, Event, Notice, RunEnded, RunStarted, TrainStep
 from segtrain.memory.meter import Meter
 from segtrain.models.load import load
 from segtrain.models.support import why_unproven
@@ -30,6 +30,7 @@ from segtrain.run.session import Session, open_session, summary
 from segtrain.run.state import RunState
 from segtrain.run.updates import Update, Updates
 from segtrain.run.validation import Validation
+from segtrain.run.verdict import verdict
 from segtrain.run.verify import check_unproven
 from segtrain.signals import StopRequest
 from segtrain.storage.checkpoint import Checkpoint
@@ -99,6 +100,7 @@ class _Loop:
         self.validation = Validation(session, data.valid, choose, self.updates) if data.valid is not None else None
         self.keeper = Keeper(self.recipe, ranks, run, session, optimizer, data)
         self.growth = Growth()
+        self.first_step = 0
         self.logging = True
         self.accepted = False  # model, data and plan: until then nothing is written
         self.waiting: list[dict[str, Any]] = []  # lines for the metrics
@@ -125,6 +127,7 @@ class _Loop:
     def _all_events(self) -> Iterator[Event]:
         self.keeper.require_same_everywhere()
         found = (yield from self._resume()) if self.trainer.resume else None
+        self.first_step = self.state.step
         yield self._started()
         self.logging = found is None  # these lines are in the metrics already
         yield from (Notice(text) for text in [*self.session.notices, *self.data.notices])
@@ -145,6 +148,7 @@ class _Loop:
         yield from (Notice(text, "warning") for text in notices)
         if found is not None:
             self.state = self.keeper.restore(found, force=self.trainer.force)
+            yield from (Notice(text) for text in self.keeper.notices)
         else:
             yield Notice(f"no checkpoint in {self.recipe.output.dir} yet: starting from step 0")
         return found
@@ -164,7 +168,8 @@ class _Loop:
         if self.state.step >= self.steps and not self._evaluation_is_due():
             self.logging = False  # the files stay as the run left them
             yield Notice(
-                f"this run has finished already ({self.steps} steps): nothing to do; train.steps makes it longer"
+                f"this run has finished already ({self.state.step} steps): nothing to do; a higher train.steps makes "
+                "it longer (--set train.steps=N --resume)"
             )
             return "done"
         stopped = yield from self._after_step(saved=True)
@@ -211,20 +216,32 @@ class _Loop:
         """
         best = False
         stopped = stopped or self._stops_alone()
-        if self.validation and self._evaluation_is_due() and not stopped:
-            event = self.validation(self.state, self._stop_requested)
-            self.planner.watch = Watch(longest=self.planner.watch.longest)  # these rows had no backward to predict
-            stopped = event is None
-            if event is not None:
-                best = event.best
-                yield event
-                yield from self._samples()
+        if self._evaluation_is_due() and not stopped:
+            event = yield from self._evaluate()
+            stopped, best = event is False, isinstance(event, Evaluated) and event.best
+        if self.state.step == self.steps and not stopped:
+            said = verdict(self.state.trend, self.steps, self.recipe.train)
+            yield from [Notice(said, "warning")] if said else []
         due = self.state.step == self.steps or _is_due(self.state.step, self.recipe.output.save_every)
         stopped = stopped or self._stops_alone()
         if best or ((due or stopped) and not saved):
             yield from self.keeper.save(self.state)
             saved = True
         return stopped or (saved and self._stops_alone())
+
+    def _evaluate(self) -> Generator[Event, None, Evaluated | bool]:
+        """The validation rows and the prompts, whichever there are; false where a stop was asked for meanwhile."""
+        if self.validation is None:
+            self.state.evaluated = self.state.step
+            yield from self._samples()
+            return True
+        event = self.validation(self.state, self._stop_requested)
+        self.planner.watch = Watch(longest=self.planner.watch.longest)  # these rows had no backward to predict
+        if event is None:
+            return False
+        yield event
+        yield from self._samples()
+        return event
 
     def _stops_alone(self) -> bool:
         """A request to stop that needs no agreement with other ranks; they agree at the next update."""
@@ -235,7 +252,8 @@ class _Loop:
         due = step == self.steps or _is_due(step, every)
         if step == 0:
             due = every > 0 and self.recipe.eval.at_start
-        return self.validation is not None and step != self.state.evaluated and due
+        asked = self.validation is not None or bool(self.recipe.eval.prompts)
+        return asked and step != self.state.evaluated and due
 
     def _samples(self) -> Iterator[Event]:
         if self.run and self.recipe.eval.prompts:
@@ -263,7 +281,7 @@ class _Loop:
         if state.best_step is not None:
             counts |= {"best_step": state.best_step, "best_loss": state.best_loss}
         adapter = Path(self.recipe.output.dir) / "adapters.safetensors"
-        return RunEnded(reason, state.step, time.perf_counter() - self.begun, adapter, counts)
+        return RunEnded(reason, state.step, time.perf_counter() - self.begun, adapter, counts, self.first_step)
 
 
 def total_steps(recipe: Recipe, data: Data, ranks: int) -> int:

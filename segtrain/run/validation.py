@@ -33,6 +33,7 @@ class Validation:
         if best:
             state.best_loss, state.best_step = loss, state.step
         state.evaluated = state.step
+        state.trend.evaluate(loss)
         return Evaluated(state.step, loss, totals.rows, time.perf_counter() - begun, best, totals.mean_metrics)
 
     def _totals(self, stop: Callable[[], bool]) -> Totals:

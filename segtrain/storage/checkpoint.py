@@ -56,6 +56,16 @@ class Checkpoint:
 
     def check(self, expected: Expected) -> None:
         """Raises RunFailed, naming what differs, unless the adapters have exactly these names, shapes and dtypes."""
+        odd = self.misfits(expected)
+        if odd:
+            more = f" (and {len(odd) - 3} more)" if len(odd) > 3 else ""
+            raise RunFailed(
+                f"{self.path} doesn't fit the model: {'; '.join(sorted(odd)[:3])}{more}; resume with "
+                "the model and the lora section that it was made with"
+            )
+
+    def misfits(self, expected: Expected) -> list[str]:
+        """Where the adapters have other names, shapes or dtypes."""
         found = {name: (tuple(array.shape), array.dtype) for name, array in self.adapters.items()}
         odd = [f"{name} is missing" for name in expected.keys() - found.keys()]
         odd += [f"{name} is not in the model" for name in found.keys() - expected.keys()]
@@ -63,12 +73,7 @@ class Checkpoint:
             (shape, dtype), (own_shape, own_dtype) = expected[name], found[name]
             if (tuple(shape), dtype) != (own_shape, own_dtype):
                 odd.append(f"{name} is {list(own_shape)} {own_dtype}, the model's is {list(shape)} {dtype}")
-        if odd:
-            more = f" (and {len(odd) - 3} more)" if len(odd) > 3 else ""
-            raise RunFailed(
-                f"{self.path} doesn't fit the model: {'; '.join(sorted(odd)[:3])}{more}; resume with "
-                "the model and the lora section that it was made with"
-            )
+        return odd
 
     def differing(self, **fingerprints: str) -> list[str]:
         """Of `model=..., recipe=...`, the names whose fingerprint isn't the one in `state["<name>_fingerprint"]`."""

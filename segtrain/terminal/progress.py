@@ -284,7 +284,8 @@ def _ended(event: RunEnded, run: _Run, width: int) -> list[Text]:
     if run.last is None:
         pieces = ["nothing was trained", f"step {event.step:,} of {run.steps:,}"]
     else:
-        pieces = [f"{event.step:,} steps in {duration(event.seconds)}"]
+        whole = f", {event.step:,} in all" if event.first_step else ""
+        pieces = [f"{event.step - event.first_step:,} steps in {duration(event.seconds)}{whole}"]
     if run.last is not None and run.first_loss is not None:
         pieces.append(f"loss {run.first_loss:.4f} to {run.last.loss:.4f} (smoothed {run.smoothed:.4f})")
         pieces.append(f"{run.tokens / max(run.step_seconds, 1e-9):,.0f} tok/s")

@@ -1,0 +1,33 @@
+"""What may differ between a checkpoint and the run that goes on from it.
+
+A run may be made longer or shorter, and the limit on its rows may change: neither makes what was learnt worthless, and
+messages advise both. Anything else needs `--force`, which takes what still fits and begins anew with what doesn't.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from segtrain.recipe.schema import Recipe, differences
+
+LENGTH = ("train.steps", "train.epochs")
+LIMIT = ("data.max_seq_length", "data.on_long")
+
+
+def changes(saved: Any, recipe: Recipe) -> tuple[list[str], list[str]]:
+    """From a checkpoint's recipe to this one, as `path: old → new`: those that any run may make, and the others."""
+    found = differences(Recipe.from_mapping(saved), recipe, training_only=True)
+    free = [text for text in found if text.partition(":")[0] in (*LENGTH, *LIMIT)]
+    return free, [text for text in found if text not in free]
+
+
+def told(free: Iterable[str], step: int, steps: int) -> list[str]:
+    """What to say of changes that any run may make."""
+    free = list(free)
+    length = [text for text in free if text.partition(":")[0] in LENGTH]
+    limit = [text for text in free if text not in length]
+    found = [f"{', '.join(limit)} for the rows after step {step:,}"] if limit else []
+    if length:
+        found.append(
+            f"{', '.join(length)}: after step {step:,} the learning rate is that of a run of {steps:,} updates"
+        )
+    return found
