@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -387,9 +387,10 @@ def _detail(error: Exception) -> str:
 
 
 def _failed(code: int, message: str) -> int:
-    if _Debug.on:
-        traceback.print_exc()
-    typer.echo(f"segtrain: {message}", err=True)
+    with suppress(OSError):  # stderr may be closed
+        if _Debug.on:
+            traceback.print_exc()
+        typer.echo(f"segtrain: {message}", err=True)
     return code
 
 

@@ -1,4 +1,7 @@
-"""SIGINT and SIGTERM: the first ends a command in order, the second at once.
+"""SIGINT, SIGTERM and SIGHUP: the first ends a command in order, the second at once.
+
+A terminal that closes may send SIGHUP twice (from the kernel and from the shell), so only the first of those counts,
+and none where the command was started to outlive its terminal (`nohup`).
 
 A handler of Python's waits until the main thread is back from mlx, which may take a segment's time. The C code below it
 doesn't: it writes the signal's number into a pipe. A thread reads that, as mlx computes without the interpreter's lock.
@@ -15,14 +18,14 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 INTERRUPTED = 130
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FIRST = "finishing this step and saving; the same again leaves at once"
 SECOND = "left at once; the last checkpoint is intact: go on with --resume"
 SHOW_CURSOR = "\x1b[?25h"
 
 
 class StopRequest:
-    """While entered, catches the two signals (in the main thread; in another one it does nothing).
+    """While entered, catches the three signals (in the main thread; in another one it does nothing).
 
     Outside `held` the first raises KeyboardInterrupt, as nothing is to be saved; inside it only sets `requested`. The
     second ends the process with code 130, whatever it does: what is saved appears by rename, so it is whole, and the
@@ -45,7 +48,8 @@ class StopRequest:
         threading.Thread(target=self._watch, args=(reader,), name="segtrain-signals", daemon=True).start()
         self._pipe_before = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._handle)
+            if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -77,7 +81,9 @@ class StopRequest:
         """Answer each signal as it comes, in a thread of its own."""
         seen = 0
         while numbers := os.read(reader, 64):
-            for _ in [number for number in numbers if number in SIGNALS]:
+            for number in [number for number in numbers if number in SIGNALS]:
+                if number == signal.SIGHUP and seen:
+                    continue
                 seen += 1
                 if seen > 1:
                     say(f"\nsegtrain: {SECOND if self._holding else 'interrupted'}")
@@ -100,7 +106,8 @@ def leave_with(code: int) -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     for number in SIGNALS:
-        signal.signal(number, lambda *_: os._exit(code))
+        if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:
+            signal.signal(number, lambda *_: os._exit(code))
 
 
 def say(text: str) -> None:

@@ -90,6 +90,53 @@ def test_the_first_signal_saves_and_ends_with_130(
     assert (adapter, lines) == whole[:2]  # type: ignore[index]
 
 
+def test_a_terminal_that_closes_saves_however_often_it_says_so(folder: Path, whole: object) -> None:
+    path, log = recipe_file(folder, "hung up"), folder / "hung up.log"
+    process = start(["sft", str(path)], log, slow=STEP, seconds=1.0)
+    wait_for(said(log, "<_apply>", 3), "the step")
+    send(process, signal.SIGHUP)
+    wait_for(said(log, "finishing this step"), "the announcement")
+    send(process, signal.SIGHUP)
+    assert ended(process) == 130
+    assert checkpoint.steps(path.parent / "run")
+    adapter, lines, _ = finished(folder, "hung up")  # type: ignore[misc]
+    assert (adapter, lines) == whole[:2]  # type: ignore[index]
+
+
+def test_a_command_that_is_to_outlive_its_terminal_does() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_run_goes_on_without_its_output(folder: Path, whole: object, both: bool) -> None:
+    """As in `segtrain sft r.yaml | head -1`, and with `2>&1`."""
+    name = f"closed {both}"
+    path = recipe_file(folder, name)
+    process = subprocess.Popen(
+        tiny_run.command("sft", path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if both else subprocess.PIPE,
+        env=tiny_run.ENVIRONMENT,
+        cwd=tiny_run.ROOT,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read().decode() if process.stderr else ""
+    assert process.wait(120) == 0, errors
+    assert "Traceback" not in errors
+    assert "BrokenPipe" not in errors
+    assert both or errors.count("the run goes on") == 1
+    assert tiny_run.result(path.parent / "run") == whole
+
+
 @pytest.mark.parametrize(("slow", "mark"), [(STEP, "<_apply>"), (SAVING, "<write_new>")])
 def test_the_second_signal_ends_at_once(folder: Path, whole: object, slow: str, mark: str) -> None:
     name = f"twice {mark[1:-1]}"

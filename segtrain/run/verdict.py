@@ -34,7 +34,7 @@ class Trend:
     def ends(self) -> tuple[float, float, float]:
         """The loss at the beginning and at the end, and by how much the two may differ by chance."""
         if len(self.evaluated) == 2:
-            return *self.evaluated, 0.0
+            return self.evaluated[0], self.evaluated[1], 0.0
         count = max(1, min(len(self.first), len(self.last)) // 2) if len(self.first) < ENDS else ENDS
         first, last = self.first[:count], self.last[-count:]
         scatter = (statistics.pvariance(first) + statistics.pvariance(last)) / count

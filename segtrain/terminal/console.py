@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
 from rich.console import Console
 from rich.text import Text
@@ -62,3 +63,11 @@ def fits(text: str, encoding: str) -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
+
+
+def silence() -> None:
+    """Standard output is closed: nothing complains of it again, at exit either."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(OSError, ValueError):
+        sys.stderr.write("segtrain: the output was closed; the run goes on, and its metrics.jsonl has all figures\n")

@@ -27,7 +27,7 @@ from segtrain.events import (
 )
 from segtrain.terminal.bench import print_bench
 from segtrain.terminal.check import print_check
-from segtrain.terminal.console import is_live, line_width, make_console, unicode_bars, write
+from segtrain.terminal.console import is_live, line_width, make_console, silence, unicode_bars, write
 from segtrain.terminal.format import (
     clean,
     clipped,
@@ -68,16 +68,41 @@ def make_progress(
 ) -> Iterator[Callable[[Event], None]]:
     """The function that renders events; what it keeps on screen is put in order when the context ends.
 
-    Plain output has one line for every `every` steps (and for the last one), with means over those steps.
+    Where the output is closed (`| head`, a terminal that hung up) it renders nothing more, and the run goes on. Plain
+    output has one line for every `every` steps (and for the last one), with means over those steps.
     """
     if every < 1:
         raise ValueError(f"report_every must be at least 1, not {every}")
     console = console or make_console()
     view = _Live(console, clock) if is_live(console) else _Plain(console, clock, every)
+    screen = _Screen(view)
     try:
-        yield view.show
+        yield screen.show
     finally:
-        view.close()
+        screen.close()
+
+
+class _Screen:
+    """A view until its output is closed."""
+
+    def __init__(self, view: "_Live | _Plain") -> None:
+        self.view: _Live | _Plain | None = view
+
+    def show(self, event: Event) -> None:
+        if self.view is not None:
+            self._do(lambda view: view.show(event))
+
+    def close(self) -> None:
+        if self.view is not None:
+            self._do(lambda view: view.close())
+
+    def _do(self, act: "Callable[[_Live | _Plain], None]") -> None:
+        assert self.view is not None
+        try:
+            act(self.view)
+        except (OSError, SystemExit):  # rich makes an exit of a broken pipe
+            self.view = None
+            silence()
 
 
 @dataclass
