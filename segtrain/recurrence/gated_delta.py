@@ -34,11 +34,11 @@ from segtrain.recurrence.sizes import Sizes, group_tokens, on_device
 from segtrain.recurrence.triangular import unit_lower_inverse
 
 SIZES = {
-    "cpu": Sizes(chunk=16, group_bytes=1 << 20),
-    "cuda": Sizes(chunk=64, group_bytes=64 << 20),
-    "metal": Sizes(chunk=32, group_bytes=16 << 20),
+    "cpu": Sizes(chunk=16, group_bytes=1 << 18),
+    "cuda": Sizes(chunk=64, group_bytes=16 << 20),
+    "metal": Sizes(chunk=32, group_bytes=8 << 20),
 }
-"""CPU's were measured (`benchmarks/recurrences.py`); CUDA's and Metal's chunk is a guess from prototypes."""
+"""CPU's were measured (`benchmarks/recurrences.py`). A group's work takes some twenty times its inputs' bytes."""
 
 
 def reference(
