@@ -1,6 +1,5 @@
 """The engine's work: how often layers run, which phases there are, what a failing step leaves behind."""
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,22 +99,6 @@ def test_products_are_kept_of_the_last_trainable_layers(
 )
 def test_fewer_boundaries_make_the_edges_within_a_group_again(size: int, boundaries: int, expected: list[int]):
     assert work(engine(segment_size=size, boundaries=boundaries)) == expected
-
-
-@pytest.mark.parametrize(("boundaries", "most"), [(None, LAYERS), (4, 4), (3, 3), (2, 3), (1, 5)])
-def test_backward_holds_no_more_boundaries_than_the_groups_need(boundaries: int | None, most: int, monkeypatch):
-    """Counted where a segment's backward begins: those that `_backward` holds, and the one given."""
-    backward, held = engine(segment_size=1, boundaries=boundaries), []
-    original = SegmentedBackward._segment_vjp
-
-    def watching(self, tape, segment, carry, *rest):
-        frame = sys._getframe(1).f_locals
-        held.append(len(frame["saved"]) + len(frame["edges"]) + 1)
-        original(self, tape, segment, carry, *rest)
-
-    monkeypatch.setattr(SegmentedBackward, "_segment_vjp", watching)
-    backward.step(tiny.row())
-    assert max(held) == most
 
 
 def test_evaluation_runs_each_layer_once():
