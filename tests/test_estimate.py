@@ -86,21 +86,20 @@ def test_quantised_bytes_are_packed_weights_scales_and_biases() -> None:
     assert replace(model, quantization=shapes.Quantization()).bytes == 2 * model.parameters
 
 
-def test_a_segment_s_bytes_by_hand() -> None:
-    """Size 1, float32, 100 rows: the highest moment is the last layer's backward (docs of `estimate`)."""
-    estimator = Estimator(shapes.read(LLAMA), CPU, LoraShape(rank=2))
-    T, H, width, Q, K = 100, 64, 192, 64, 64
-    residuals = T * 4 * (4 * H + (Q + K) + 2 * Q + 5 * width + 2 * 7)
-    temporaries = T * 4 * (9 * width + 4 * H)
-    boundaries = (4 + 1) * T * H * 4
-    head = 1 * 500 * 12
-    peak = estimator.peak(rows.RowShape((T,), ((1,),)), Plan("segmented", head_chunk=1))
-    attention_part = max(temporaries, estimator._attention_temporaries(estimator.model.layers[0], T))
-    grads = sum(estimator.adapter)
-    # Gradients grow as boundaries go; a layer's adapter is smaller than a boundary here: the last segment is highest.
-    assert grads / 4 < T * H * 4
-    assert peak.bytes == round(estimator.fixed + boundaries + residuals + attention_part)
-    assert head < residuals
+def test_a_layer_more_costs_its_weights_its_adapter_and_one_boundary() -> None:
+    """What segmented backward promises: beyond weights and adapter, depth costs one carry [T, H] a layer."""
+    T, plan = 100, Plan("segmented", head_chunk=1)
+    few, many = (Estimator(shapes.read({**LLAMA, "num_hidden_layers": n}), CPU, LoraShape(rank=2)) for n in (4, 7))
+    less, more = (estimator.peak(rows.RowShape((T,), ((1,),)), plan).bytes for estimator in (few, many))
+    adapters = many.state - few.state
+    assert more - less == pytest.approx(many.model.bytes - few.model.bytes + adapters + 3 * T * 64 * 4, rel=0.02)
+
+
+def test_a_larger_segment_costs_what_its_layers_compute() -> None:
+    """In float32, of each token at least four arrays of the MLP's width, less the boundary that is no longer kept."""
+    estimator, T = Estimator(shapes.read(LLAMA), CPU), 100
+    one, two = (estimator.peak(rows.sft(T), Plan("segmented", segment_size=n, head_chunk=1)).bytes for n in (1, 2))
+    assert two - one > T * 4 * (4 * 192 - 64)
 
 
 def test_parts_add_up_and_the_adapter_holds_adam_s_moments() -> None:
