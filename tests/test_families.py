@@ -17,7 +17,6 @@ import mlx.nn as nn
 import pytest
 import tiny
 import tiny_configs
-from mlx_lm.models import rwkv7
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 
@@ -37,6 +36,7 @@ LOSS, GRADIENT = 2e-6, 1e-5
 LENGTH, PROMPT = 18, 6
 
 FAST = {
+    "bailing_moe_linear",
     "deepseek_v3",
     "gemma2",
     "gemma3_text",
@@ -49,10 +49,13 @@ FAST = {
     "lfm2",
     "llama/mistral",
     "mamba",
+    "mamba2",
     "ministral3",
     "phi",
     "qwen3_5",
     "qwen3_moe",
+    "recurrent_gemma",
+    "rwkv7",
     "smollm3",
 }
 BY_LENGTH = ("internlm2/dynamic", "internlm3/dynamic")
@@ -282,7 +285,20 @@ def test_gemma_3n_trains_the_model_that_inference_runs():
     assert mx.abs(uncached - inference).max().item() > 1e-2
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gear", "deepseek_v3", "kimi_linear", "bailing_moe_v3", "longcat_flash"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma2",
+        "gear",
+        "gear/conv",
+        "deepseek_v3",
+        "kimi_linear",
+        "bailing_moe_v3",
+        "longcat_flash",
+        "recurrent_gemma",
+        "baichuan_m1",
+    ],
+)
 def test_exceptions_make_no_square_arrays(name: str):
     """Neither a [T, T] mask in the recorded calls nor an array as mask of an attention call."""
     of, rows = family(name), 37
@@ -300,18 +316,6 @@ def test_exceptions_make_no_square_arrays(name: str):
     recorded = [a for call in tape.calls for a in arrays((call.args, call.kwargs))]
     assert not [a.shape for a in recorded if a.shape[-2:] == (rows, rows)]
     assert not [mask for mask in masks if isinstance(mask, mx.array)]
-
-
-def test_rwkv_7_by_steps_is_mlx_lms_recurrence():
-    """What replaces the Metal kernel, against the operations that mlx-lm uses elsewhere (through the whole model)."""
-    mx.random.seed(3)
-    rows = [mx.random.normal((1, 6, 2, 4)) for _ in range(6)]
-    state = mx.random.normal((1, 2, 4, 4))
-    y, end = exceptions.wkv7_by_steps(Stream(mx.zeros((1, 6))), None, None)(*rows, state)  # type: ignore[arg-type]
-    for t in range(6):
-        expected, state = rwkv7._wkv7_step_ops(*(row[:, t] for row in rows), state)
-        assert mx.allclose(y[:, t], expected)
-    assert mx.allclose(end, state)
 
 
 QUICK = {"llama", "gemma3_text", "gemma4_text", "granite", "lfm2", "gpt_oss", "qwen3_moe", "deepseek_v3"}

@@ -1,5 +1,6 @@
 """The doors between model files and recurrences: what restarts at a branch, and that no model is left at a loop."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +15,10 @@ from mlx_lm.models import gated_delta
 from segtrain.engine import objectives
 from segtrain.engine.backward import FullBackward, SegmentedBackward
 from segtrain.engine.layouts import Layout, Stream, padded, pair, shared_prefix
-from segtrain.models import recurrences, support
+from segtrain.models import branches, recurrences, scans, support
+from segtrain.models.branches import by_branches
 from segtrain.models.plain import PlainForward
-from segtrain.models.recurrences import DOORS, RESTARTS, by_branches
+from segtrain.models.recurrences import DOORS, RESTARTS
 from segtrain.models.stack import LayerStack
 from segtrain.models.stream_ops import stream_ops
 from segtrain.recurrence.short_conv import depthwise
@@ -137,10 +139,22 @@ def test_doors_are_put_back_after_an_error():
     assert mx.conv1d is conv
 
 
-def test_every_file_that_uses_the_delta_rule_has_a_door():
+def model_files(pattern: str) -> set[str]:
+    """mlx-lm's model files whose source matches."""
     files = Path(mlx_lm.models.__file__ or next(iter(mlx_lm.models.__path__)) + "/x").parent.glob("*.py")
-    users = {path.stem for path in files if "import gated_delta_update" in path.read_text()}
-    assert users - support.REFUSED.keys() == {file for file, name, _ in DOORS if name == "gated_delta_update"}
+    return {path.stem for path in files if re.search(pattern, path.read_text())}
+
+
+@pytest.mark.parametrize("function", ["gated_delta_update", "ssm_update"])
+def test_every_file_that_uses_a_recurrence_has_a_door(function: str):
+    users = model_files(f"import.* {function}")
+    assert users - support.REFUSED.keys() == {file for file, name, _ in DOORS if name == function}
+
+
+def test_every_file_with_a_loop_over_tokens_has_a_door():
+    loops = model_files(r"for t in range\((L|T|x\.shape\[1\])\)")
+    assert {"mamba", "rwkv7"} < loops
+    assert loops - {"gated_delta"} <= {file for file, *_ in DOORS}
 
 
 def test_training_does_not_run_a_token_at_a_time(monkeypatch: pytest.MonkeyPatch):
@@ -156,6 +170,26 @@ def test_training_does_not_run_a_token_at_a_time(monkeypatch: pytest.MonkeyPatch
         model(mx.zeros((1, 3), mx.int32))  # the control: mlx-lm's own pass does
 
 
+LOOPS = [(file, name) for file, name, _ in scans.DOORS if name != "create_attention_mask"]
+
+
+@pytest.mark.parametrize(("file", "name"), LOOPS)
+def test_training_uses_the_door_and_mlx_lms_own_pass_what_is_behind(
+    file: str, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    model = tiny_configs.build(file)
+    lora = tiny.attach(model)
+    stack = LayerStack(model)
+
+    def behind(*_: object, **__: object) -> None:
+        raise AssertionError("behind the door")
+
+    monkeypatch.setattr(f"mlx_lm.models.{file}.{name}", behind)
+    SegmentedBackward(stack, lora, objectives.sft).step(tiny.row(12, 4))
+    with pytest.raises(AssertionError, match="behind the door"):
+        mx.eval(model(mx.zeros((1, 12), mx.int32)))
+
+
 @contextmanager
 def one_after_the_other(name: str) -> Iterator[None]:
     """The rejected response goes on from the chosen one, in recurrences or in convolutions."""
@@ -167,11 +201,14 @@ def one_after_the_other(name: str) -> Iterator[None]:
         return [x]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recurrences, name, {"by_branches": run_on, "_padded_runs": padded}[name])
+        if name == "by_branches":
+            patch.setattr(recurrences, name, run_on)
+        else:
+            patch.setattr(branches, name, padded)
         yield
 
 
-@pytest.mark.parametrize("name", ["by_branches", "_padded_runs"])
+@pytest.mark.parametrize("name", ["by_branches", "padded_runs"])
 def test_a_response_that_goes_on_from_the_other_is_seen(name: str):
     model = tiny_configs.build("qwen3_5")
     lora, stack = tiny.attach(model), LayerStack(model)

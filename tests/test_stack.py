@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from segtrain.engine.layouts import Stream, shared_prefix
 from segtrain.engine.segments import HIDDEN, cuts, split
+from segtrain.models import recurrences
 from segtrain.models.stack import LayerStack, UnsupportedModel
 
 FAMILIES = list(tiny.FAMILIES)
@@ -210,7 +211,8 @@ def test_models_that_call_their_layers_otherwise_are_refused(calls: Callable, me
         LayerStack(Odd(calls))
 
 
-def test_recurrent_layers_refuse_a_shared_prefix():
+def test_recurrent_layers_without_a_door_refuse_a_shared_prefix(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recurrences, "RESTARTS", set())
     config = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97, "intermediate_size": 64, "state_size": 8}
     config |= {"conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4}
     stack = LayerStack(tiny.build_module("mamba", config))

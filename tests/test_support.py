@@ -43,9 +43,10 @@ def test_rows():
     rows = {row.model_type: row for row in support.table()}
     assert rows["mistral"] == support.Row("mistral", True, True, True, True, None, "runs as llama")
     assert rows["qwen3_moe"].moe_lora is True
-    assert rows["mamba"].shared_prefix is False
-    assert rows["mamba"].pairs is True
-    assert "two streams" in rows["mamba"].notes
+    assert rows["mamba"].shared_prefix is True
+    assert rows["gpt2"].shared_prefix is False
+    assert rows["gpt2"].pairs is True
+    assert "two streams" in rows["gpt2"].notes
     bitnet = rows["bitnet"]
     assert (bitnet.sft, bitnet.pairs, bitnet.shared_prefix, bitnet.quantised) == (False,) * 4
     assert "ternary" in bitnet.notes

@@ -291,6 +291,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "gear": {**WINDOWED, "final_logit_softcapping": 20.0, "tie_word_embeddings": True},
+    "gear/conv": {"layer_types": ["conv_mixer", SLIDING, "conv_mixer", FULL], "tie_word_embeddings": True},
     "gemma": {},
     "gemma2": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0, "query_pre_attn_scalar": 8.0},
     "gemma3": _text({**GEMMA3, "model_type": "gemma3_text"}),
@@ -598,6 +599,12 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_next": {**MOE, **DELTA},
     "qwen3_vl": _text({"model_type": "qwen3"}),
     "qwen3_vl_moe": _text({**MOE, "model_type": "qwen3_moe"}),
+    "recurrent_gemma": {
+        "attention_window_size": WINDOW,
+        "block_types": ["recurrent", "recurrent", "attention"],
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+    },
     "rwkv7": {
         "a_low_rank_dim": 4,
         "decay_low_rank_dim": 4,

@@ -338,6 +338,8 @@ def attach(
     ValueError for a target that matches nothing (naming those that exist) and for a layer range outside the model.
     """
     lo, hi = _layer_range(len(model.layers), layers)
+    if not hasattr(model, "_no_grad"):  # Recurrent Gemma's class leaves this out, and can't be frozen without it
+        nn.Module.__init__(model)
     model.freeze()
     paths = _layer_paths(model)
     keys = _targeted([paths[i] for i in range(lo, hi)], targets)

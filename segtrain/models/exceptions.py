@@ -1,11 +1,10 @@
 """What some model files do by hand, done by `attend` and by the stream's positions instead.
 
 An exception replaces one function or method of a model file for as long as `active` lasts, and computes the same
-numbers. There are three kinds:
+numbers. There are two kinds:
 
 - attention written out with a `[heads, T, T]` array (soft-caps, latent attention);
-- positions taken from the row number, which branches of a stream repeat;
-- operations without a gradient where there is one.
+- positions taken from the row number, which branches of a stream repeat.
 
 Recurrences are replaced in the same way; they have a table of their own, `recurrences.DOORS`.
 """
@@ -165,21 +164,6 @@ def scale_by_position(stream: Stream, attend: Attend, original: Any) -> Any:
     return scale
 
 
-def wkv7_by_steps(stream: Stream, attend: Attend, original: Any) -> Any:
-    """RWKV 7's recurrence by plain operations: the Metal kernel has no gradient. Arrays [B, T, H, D]."""
-    step = importlib.import_module("mlx_lm.models.rwkv7")._wkv7_step_ops
-
-    def recurrence(*inputs: mx.array) -> tuple[mx.array, mx.array]:
-        *rows, state = inputs
-        outputs = []
-        for t in range(rows[0].shape[1]):
-            y, state = step(*(row[:, t] for row in rows), state)
-            outputs.append(y)
-        return mx.stack(outputs, axis=1).astype(rows[0].dtype), state
-
-    return recurrence
-
-
 def _heads(x: mx.array, heads: int) -> mx.array:
     """[B, T, heads * D] as [B, heads, T, D]."""
     return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
@@ -208,6 +192,5 @@ EXCEPTIONS: list[tuple[str, str, Maker]] = [
     *((file, f"{kind}.__call__", latent_attention) for file, kind in _LATENT.items()),
     ("ministral3", "_get_llama_4_attn_scale", scale_by_position),
     ("mistral4", "_get_llama_4_attn_scale", scale_by_position),
-    ("rwkv7", "wkv7_kernel", wkv7_by_steps),
 ]
 """(model file, what is replaced, by what)."""

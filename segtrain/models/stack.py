@@ -30,11 +30,12 @@ from segtrain.engine.layouts import Stream
 from segtrain.engine.segments import HIDDEN
 from segtrain.models.alike import Place, fingerprint, holding, places, plain
 from segtrain.models.capture import arrays, intercept, leaves, map_tree
+from segtrain.models.causal import Causal
 from segtrain.models.dense import dequantized, dequantized_in_slices, quantized_modules
 from segtrain.models.exceptions import exceptions_of
 from segtrain.models.products import linear_modules, recalling, remembering
 from segtrain.models.recurrences import restarts
-from segtrain.models.stream_ops import Causal, StreamCache, stream_ops
+from segtrain.models.stream_ops import StreamCache, stream_ops
 from segtrain.models.tokenwise import chunked, tokenwise_modules
 
 

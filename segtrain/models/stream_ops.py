@@ -22,22 +22,12 @@ import mlx.core as mx
 
 from segtrain.attention.dispatch import attend, unmasked
 from segtrain.engine.layouts import Stream
+from segtrain.models.branches import short_convolution
+from segtrain.models.causal import Causal
 from segtrain.models.exceptions import Replacement, active, replaced
-from segtrain.models.recurrences import short_convolution
 
 _rope = mx.fast.rope
 _sdpa = mx.fast.scaled_dot_product_attention
-
-
-class Causal(str):
-    """The mask "causal" as mlx-lm spells it, with the sliding window that comes with it."""
-
-    window: int | None
-
-    def __new__(cls, window: int | None = None) -> "Causal":
-        mask = super().__new__(cls, "causal")
-        mask.window = window
-        return mask
 
 
 class StreamCache:

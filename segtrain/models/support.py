@@ -17,7 +17,6 @@ from segtrain.errors import UserError
 MLX_LM = "0.32.2"
 """The version of mlx-lm that this was tested with."""
 
-RECURRENT = "recurrent or convolutional layers run through both responses"
 LEARNT = "positions are learnt, one for each row"
 SPARSE = "its sparse attention works on [T, T] arrays"
 CHUNKED = "its chunked attention works on [T, T] arrays"
@@ -44,10 +43,10 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "afmoe": Family(experts=True),
     "apertus": Family(),
-    "baichuan_m1": Family(RECURRENT, note=QUADRATIC),
-    "bailing_hybrid": Family(RECURRENT, experts=True),
+    "baichuan_m1": Family(),
+    "bailing_hybrid": Family(experts=True),
     "bailing_moe": Family(experts=True),
-    "bailing_moe_linear": Family(RECURRENT, experts=True),
+    "bailing_moe_linear": Family(experts=True),
     "bailing_moe_v3": Family(experts=True),
     "cohere": Family(),
     "cohere2": Family(),
@@ -62,7 +61,7 @@ FAMILIES: dict[str, Family] = {
     "exaone": Family(),
     "exaone4": Family(),
     "exaone_moe": Family(experts=True),
-    "falcon_h1": Family(RECURRENT),
+    "falcon_h1": Family(),
     "gear": Family(),
     "gemma": Family(),
     "gemma2": Family(note="mlx-lm runs it without its sliding window, and so does training"),
@@ -83,13 +82,13 @@ FAMILIES: dict[str, Family] = {
     "gptj": Family(),
     "granite": Family(),
     "granitemoe": Family(experts=True),
-    "granitemoehybrid": Family(RECURRENT, experts=True),
+    "granitemoehybrid": Family(experts=True),
     "helium": Family(),
     "hunyuan": Family(experts=True),
     "hunyuan_v1_dense": Family(),
     "internlm2": Family(note=DYNAMIC),
     "internlm3": Family(note=DYNAMIC),
-    "jamba": Family(RECURRENT, experts=True),
+    "jamba": Family(experts=True),
     "kimi_k25": Family(experts=True, note=TEXT),
     "kimi_linear": Family(experts=True),
     "kimi_vl": Family(experts=True, note=TEXT),
@@ -104,8 +103,8 @@ FAMILIES: dict[str, Family] = {
     "llama4_text": Family(),
     "longcat_flash": Family(DOUBLE, experts=True),
     "longcat_flash_ngram": Family(DOUBLE, experts=True),
-    "mamba": Family(RECURRENT),
-    "mamba2": Family(RECURRENT),
+    "mamba": Family(),
+    "mamba2": Family(),
     "mellum": Family(experts=True),
     "mimo": Family(),
     "mimo_v2_flash": Family(experts=True),
@@ -122,7 +121,7 @@ FAMILIES: dict[str, Family] = {
     "nanochat": Family(),
     "nemotron": Family(),
     "nemotron-nas": Family(),
-    "nemotron_h": Family(RECURRENT, experts=True),
+    "nemotron_h": Family(experts=True),
     "olmo2": Family(),
     "olmo3": Family(),
     "olmo_hybrid": Family(),
@@ -134,7 +133,7 @@ FAMILIES: dict[str, Family] = {
     "phixtral": Family(experts=True),
     "pixtral": Family(note=TEXT),
     "plamo": Family(),
-    "plamo2": Family(RECURRENT),
+    "plamo2": Family(),
     "plamo3": Family(),
     "qwen": Family(),
     "qwen2": Family(),
@@ -147,7 +146,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(experts=True),
     "qwen3_vl": Family(note=TEXT),
     "qwen3_vl_moe": Family(experts=True, note=TEXT),
-    "rwkv7": Family(RECURRENT),
+    "recurrent_gemma": Family(),
+    "rwkv7": Family(),
     "seed_oss": Family(),
     "smollm3": Family(),
     "solar_open": Family(experts=True),
@@ -170,7 +170,6 @@ REFUSED: dict[str, str] = {
     "olmo": "mlx-lm's file ends the process unless another package is installed; OLMo 2 and 3 work",
     "phi3small": "mlx crashes in its block-sparse attention",
     "prism_hadamard_qwen35": "its rotated 2-bit layers are not wrapped by LoRA",
-    "recurrent_gemma": "mlx-lm's model can't be frozen: it is no complete module",
 }
 
 # model_type -> model file, as in mlx-lm (`tests/test_support.py` compares).

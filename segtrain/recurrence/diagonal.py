@@ -53,6 +53,18 @@ def states(a: mx.array, b: mx.array, state: mx.array) -> mx.array:
     return found
 
 
+def linear_recurrence(x: mx.array, a: mx.array, state: mx.array | None = None) -> tuple[mx.array, mx.array]:
+    """h [B, T, D] in the dtype of `x`, and the last one [B, D] in float32: h_t = a_t * h_{t-1} + x_t.
+
+    For states that are outputs themselves, as in Griffin's RG-LRU (De et al. 2024): a row's need no more memory than
+    its inputs. `state` before the first token, None: zeros. Arithmetic in float32. Differentiable in everything.
+    """
+    if state is None:
+        state = mx.zeros((x.shape[0], *x.shape[2:]), mx.float32)
+    h = states(a.astype(mx.float32), x.astype(mx.float32), state.astype(mx.float32))
+    return h.astype(x.dtype), h[:, -1]
+
+
 def _in_blocks(a: mx.array, b: mx.array, state: mx.array) -> mx.array:
     length = b.shape[1]
     steps = math.isqrt(length - 1) + 1
