@@ -20,6 +20,7 @@ from segtrain.data import Data, PreferenceRow, open_data
 from segtrain.data.raw import parse_line
 from segtrain.data.rows import Origin
 from segtrain.errors import UserError
+from segtrain.recipe.schema import Recipe
 
 TOKENIZER = byte_level("chatml", adds_bos=True)
 END = "<|im_end|>"
@@ -467,3 +468,54 @@ def test_no_row_crashes(home, row, loss):
 @given(row=rows_of_anything, loss=losses)
 def test_20_000_rows_do_not_crash(home, row, loss):
     gives_a_row_or_says_why(home, row, loss)
+
+
+def test_a_folder_with_splits_subsets_and_slices(tmp_path):
+    (tmp_path / "en").mkdir()
+    for home in (tmp_path, tmp_path / "en"):
+        text_file(home / "train-00000-of-00002.jsonl", *(f"{home.name[:2]}{i}" for i in range(6)))
+        text_file(home / "train-00001-of-00002.jsonl", *(f"{home.name[:2]}{i}" for i in range(6, 10)))
+        text_file(home / "validation.jsonl", f"{home.name[:2]}v")
+        text_file(home / "extra.jsonl", f"{home.name[:2]}x")
+
+    def texts(**options) -> list[str]:
+        data = opened(str(tmp_path), **options)
+        found = sorted(islice(data.train, data.counts["rows"]), key=lambda row: (row.origin.file, row.origin.line))
+        return [learnt(row).removesuffix(END)[2:] for row in found]
+
+    assert texts(split="train[:4]") == ["0", "1", "2", "3"]
+    assert texts(split="train[-50%:]") == ["5", "6", "7", "8", "9"]
+    assert texts(split="train[5:8]", subset="en") == ["5", "6", "7"]
+    assert texts(split="validation") == ["v"]
+    named = opened(str(tmp_path), split="train[:4]", valid="train[-2:]").valid
+    assert named is not None
+    assert [learnt(row)[2:] for row in named] == ["8" + END, "9" + END]
+    assert texts(split="extra", subset="en", streaming=True) == ["x"]
+    data = opened(str(tmp_path), split="train[:4]", subset="en")
+    assert data.valid is not None
+    assert [learnt(row) for row in data.valid] == ["env" + END]
+    for options, words in {
+        "none": ({"split": "dev2"}, "has no files of a split dev2"),
+        "subset": ({"subset": "de"}, r"has no directory for the subset 'de' \(directories: en\)"),
+        "order": ({"split": "train[:4]", "streaming": True}, "a slice needs streaming: false"),
+        "slice": ({"split": "train[x:]"}, r"can't read the slice in 'train\[x:\]'"),
+        "open": ({"split": "train[4"}, r"can't read the slice in 'train\[4'"),
+    }.values():
+        with pytest.raises(UserError, match=words):
+            opened(str(tmp_path), **options)
+    file = str(tmp_path / "extra.jsonl")
+    with pytest.raises(UserError, match="is a file, so it has no subset 'en'"):
+        opened(file, subset="en")
+    with pytest.raises(UserError, match="it has no split 'dev'"):
+        opened(file, split="dev")
+    assert opened(file, split="train[:1]").counts["rows"] == 1
+
+
+def test_mlx_lms_hf_dataset_on_a_local_folder(tmp_path):
+    text_file(tmp_path / "train.jsonl", *(f"row {i}" for i in range(20)))
+    text_file(tmp_path / "test.jsonl", "t")
+    record = {"path": str(tmp_path), "train_split": "train[:10]"}
+    given = {"model": "toy", "hf_dataset": record, "batch_size": 1, "iters": 1}
+    data = open_data(Recipe.from_mapping(given), TOKENIZER)
+    assert data.valid is not None
+    assert (data.counts["rows"], [row.origin.line for row in data.valid]) == (10, [19, 20])

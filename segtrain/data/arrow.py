@@ -10,6 +10,7 @@ from typing import Any
 
 from segtrain.data.raw import Raw
 from segtrain.data.rows import Origin
+from segtrain.data.slices import bounds, parted
 from segtrain.errors import UserError, reason
 
 SAVED = ("dataset_dict.json", "state.json")
@@ -192,7 +193,7 @@ def _split(found: Any, split: str | None, name: str) -> tuple[Any, str]:
     if not hasattr(found, "keys"):
         return found, name
     wanted = split or ("train" if "train" in found else None)
-    base, _, part = (wanted or "").partition("[")
+    base, part = parted(wanted or "")
     if base not in found:
         have = ", ".join(found)
         raise UserError(f"{name} has the splits {have}; name one as data.split" + (f", not {split}" if split else ""))
@@ -201,22 +202,10 @@ def _split(found: Any, split: str | None, name: str) -> tuple[Any, str]:
 
 
 def _slice(dataset: Any, part: str, name: str, split: str) -> Any:
-    """`[:80%]`, `[100:200]` or `[-10%:]` of a split, as the hub's tools write it."""
-    low, colon, high = part.rstrip("]").partition(":")
-    if not colon or not hasattr(dataset, "select"):
+    """A part of a split. Raises UserError."""
+    if not hasattr(dataset, "select"):
         raise UserError(f"{name}: can't take {split!r}; slices are like train[:80%], and need streaming: false")
-    try:
-        bounds = [_bound(text, len(dataset), default) for text, default in ((low, 0), (high, len(dataset)))]
-    except ValueError:
-        raise UserError(f"{name}: can't read the slice in {split!r}; write it like train[:80%]") from None
-    return dataset.select(range(*bounds))
-
-
-def _bound(text: str, rows: int, default: int) -> int:
-    if not text:
-        return default
-    value = round(float(text[:-1]) / 100 * rows) if text.endswith("%") else int(text)
-    return max(0, min(rows, value + rows if value < 0 else value))
+    return dataset.select(range(*bounds(part, len(dataset), split)))
 
 
 def without_nulls(value: Any) -> Any:

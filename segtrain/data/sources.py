@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 from segtrain.data import arrow
 from segtrain.data.feeds import Chained, InOrder, Table
 from segtrain.data.jsonl import JsonLines, LinesInOrder
+from segtrain.data.slices import parted, sliced
 from segtrain.errors import UserError
 from segtrain.recipe.schema import DataRecipe, Source
 
@@ -40,7 +41,15 @@ class Located:
 
     def table(self) -> Chained:
         """The rows by number. Raises UserError."""
-        return Chained(self._tables())
+        tables = self._tables()
+        if self.kind in ("jsonl", "parquet") and self._part:
+            tables = sliced(tables, self._part, self.split or "")
+        return Chained(tables)
+
+    @property
+    def _part(self) -> str:
+        """The slice of a split of files."""
+        return parted(self.split)[1] if self.split else ""
 
     def _tables(self) -> list[Table]:
         match self.kind:
@@ -54,6 +63,8 @@ class Located:
 
     def in_order(self) -> InOrder:
         """The rows one after another, in constant memory. Raises UserError."""
+        if self.kind in ("jsonl", "parquet") and self._part:
+            raise UserError(f"{self.name}: can't take {self.split!r} in order; a slice needs streaming: false")
         match self.kind:
             case "jsonl":
                 return LinesInOrder(list(self.paths))
@@ -83,44 +94,84 @@ def _as_split(source: Source, recipe: DataRecipe, part: Part) -> Source:
     if part == "train" or path.exists() or len(train) != 1 or _looks_like_file(source.path) or "/" in source.path:
         return source
     home = Path(train[0].path).expanduser()
-    if home.exists() and not arrow.is_saved(home):
+    if home.exists() and not arrow.is_saved(home) and not _has_split(home, train[0], source.path):
         return source
     return source.model_copy(update={"path": train[0].path, "split": source.path, "subset": train[0].subset})
 
 
+def _has_split(home: Path, train: Source, split: str) -> bool:
+    """Whether a directory of files has some of that split."""
+    path = home / (train.subset or "")
+    return path.is_dir() and bool(_part_files(path, _file_names(parted(split)[0])))
+
+
 def _sibling(source: Source, part: Part) -> Located | None:
     """The `part` of a directory whose train part is used; None where it has none."""
-    home = Path(source.path).expanduser()
+    home = Path(source.path).expanduser() / (source.subset or "")
     if not home.is_dir() or arrow.is_saved(home):
         return None
-    files = _part_files(home, part)
+    files = _part_files(home, PART_NAMES[part])
+    source = source.model_copy(update={"split": None})
     return _of_files(source, files) if files else None
 
 
 def _locate(source: Source, part: Part) -> Located:
     path = Path(source.path).expanduser()
     if glob.has_magic(source.path) and not path.exists():
-        return _of_files(source, _globbed(source))
+        return _of_files(_without_splits(source, part), _globbed(source))
     if path.is_dir():
         return _directory(source, path, part)
     if os.path.lexists(path):
-        return _of_files(source, [path])
+        return _of_files(_without_splits(source, part), [path])
     if _looks_like_file(source.path):
         raise UserError(f"data.{part}: {source.path}: no such file{_similar(path)}")
     return Located(source, "hub", split=source.split)
 
 
+def _without_splits(source: Source, part: Part) -> Source:
+    """A file, whose rows are one split. Raises UserError for a subset or another split, which it can't have."""
+    if source.subset:
+        raise UserError(f"data.{part}: {source.path} is a file, so it has no subset {source.subset!r}; leave it out")
+    if source.split and parted(source.split)[0] not in ("train", part):
+        raise UserError(
+            f"data.{part}: {source.path} is a file, whose rows are the split train; it has no split {source.split!r}"
+        )
+    return source
+
+
 def _directory(source: Source, path: Path, part: Part) -> Located:
+    path = _subset(source, path, part)
     if arrow.is_saved(path):
         return Located(source, "disk", (path,), source.split)
-    files = _part_files(path, part)
-    if not files and any(_part_files(path, other) for other in ("train", "valid", "test")):
+    split = parted(source.split)[0] if source.split else part
+    files = _part_files(path, _file_names(split))
+    if files:
+        return _of_files(source, files)
+    if split != "train" and source.split:
+        have = ", ".join(_names(path)) or "nothing"
+        raise UserError(f"data.{part}: {path} has no files of a split {split} (it has: {have})")
+    if any(_part_files(path, names) for names in PART_NAMES.values()):
         raise UserError(f"data.{part}: {path} has no {part}.jsonl, only {', '.join(_names(path))}")
-    files = files or _data_files(path)
+    files = _data_files(path)
     if not files:
         have = ", ".join(_names(path)) or "nothing"
         raise UserError(f"data.{part}: {path} holds no .jsonl, .jsonl.gz or .parquet file (it has: {have})")
     return _of_files(source, files)
+
+
+def _subset(source: Source, path: Path, part: Part) -> Path:
+    """The directory of a subset, which is one within the source's. Raises UserError where there is none."""
+    if not source.subset:
+        return path
+    if not (path / source.subset).is_dir():
+        have = ", ".join(sorted(entry.name for entry in path.iterdir() if entry.is_dir())) or "none"
+        raise UserError(f"data.{part}: {path} has no directory for the subset {source.subset!r} (directories: {have})")
+    return path / source.subset
+
+
+def _file_names(split: str) -> tuple[str, ...]:
+    """What the files of a split may be called."""
+    return next((names for names in PART_NAMES.values() if split in names), (split,))
 
 
 def _of_files(source: Source, files: list[Path]) -> Located:
@@ -129,7 +180,7 @@ def _of_files(source: Source, files: list[Path]) -> Located:
         raise UserError(f"{source.path}: JSONL and Parquet files can't be one source; list them as two")
     for path in files:
         _check_readable(path)
-    return Located(source, kinds.pop(), tuple(files))
+    return Located(source, kinds.pop(), tuple(files), source.split)
 
 
 def _check_readable(path: Path) -> None:
@@ -155,9 +206,9 @@ def _globbed(source: Source) -> list[Path]:
     return sorted(found.values())
 
 
-def _part_files(path: Path, part: Part) -> list[Path]:
+def _part_files(path: Path, names: tuple[str, ...]) -> list[Path]:
     """`train.jsonl`, `train.jsonl.gz`, `train.parquet`, or numbered ones such as `train-00000-of-00002.parquet`."""
-    for name in PART_NAMES[part]:
+    for name in names:
         files = [file for file in _data_files(path) if file.name.split(".")[0] == name]
         files = files or [file for file in _data_files(path) if file.name.startswith((f"{name}-", f"{name}_"))]
         if files:
