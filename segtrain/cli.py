@@ -308,6 +308,32 @@ def models(debug: Debug = False) -> int:
     return DONE
 
 
+@app.command(epilog="\b\nExamples:\n  segtrain doctor\n  segtrain doctor recipe.yaml --json")
+def doctor(
+    recipe: RecipeFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    set_: Set = None,
+    debug: Debug = False,
+) -> int:
+    """Check this machine: are gradients right, is memory bounded?
+
+    Attention, quantised products, recurrences, memory limits, speed: for a recipe's model, or for what most models
+    consist of. Exit code 1: something is wrong that segtrain can't work around.
+    """
+    if recipe is None and set_:
+        raise UserError("--set changes a recipe, and none is given")
+    loaded = _load(recipe, set_, "doctor") if recipe else None
+    from segtrain.run.doctor import doctor as examine
+    from segtrain.terminal.progress import print_doctor
+
+    report = examine(loaded)
+    if as_json:
+        typer.echo(json.dumps(report.as_json(), indent=2))
+    else:
+        print_doctor(report.as_json())
+    return DONE if report.passed else FAILED
+
+
 @app.command(epilog="\b\nExample:\n  segtrain bench")
 def bench(debug: Debug = False) -> int:
     """Time this machine's choices, for the planner.

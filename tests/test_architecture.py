@@ -44,7 +44,10 @@ ROOMS: dict[str, Room] = {
     "parallel": Room(MLX | {"numpy"}, {"errors", "signals"}),
     "run": Room(
         MLX_LM,
-        {*LEAVES, "attention", "data", "engine", "lora", "memory", "models", "parallel", "recipe", "storage"},
+        {
+            *{*LEAVES, "attention", "data", "engine", "lora", "memory", "models", "parallel", "recipe", "recurrence"},
+            "storage",
+        },
     ),
     "terminal": Room({"rich"}, {"errors", "events"}),
     "report": Room({"plotly", "yaml"}, {"errors", "terminal"}),

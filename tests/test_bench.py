@@ -74,11 +74,21 @@ def test_compiled_segments_follow_the_table_unless_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bounded", "fused", "blocks", "kind"),
+    ("sound", "fused", "blocks", "kind"),
     [(True, 1.0, 2.0, "fused"), (True, 2.0, 1.0, "blocks"), (False, 1.0, 2.0, "blocks"), (True, 1.0, 1.0, "fused")],
 )
-def test_fused_attention_must_be_bounded_and_not_slower(bounded: bool, fused: float, blocks: float, kind: str) -> None:
-    assert bench.attention_choice(bounded, fused, blocks, 64, "float32")["attention"] == kind
+def test_fused_attention_must_be_sound_and_not_slower(sound: bool, fused: float, blocks: float, kind: str) -> None:
+    assert bench.attention_choice(sound, fused, blocks, 64, "float32")["attention"] == kind
+
+
+def test_a_wrong_fused_kernel_is_not_chosen_however_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = dispatch._sdpa
+    monkeypatch.setattr(bench, "_timed", lambda report, name, run: (0.0 if "fused" in name else 1.0, 0))
+    for kernel, chosen in ((right, "fused"), (lambda *x, **rule: 0.5 * right(*x, **rule), "blocks")):
+        monkeypatch.setattr(dispatch, "_sdpa", kernel)
+        report = bench.Report("device", "cpu", results=[{}])
+        bench._attention(report, bench.SMALLEST)
+        assert report.choices["attention"] == chosen
 
 
 FUSED = bench.attention_choice(True, 1.0, 2.0, 64, "float32")

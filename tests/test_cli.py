@@ -20,6 +20,7 @@ from segtrain.terminal.counter import CLEAR, counter
 
 RECIPE = "model: m\ndata: {train: a.jsonl}\noutput: {dir: run, report_every: 7}\n"
 COMMANDS = ["sft", "orpo", "plan-segments", "check", "verify-grads", "export", "report", "init", "models", "bench"]
+COMMANDS += ["doctor"]
 
 Install = Callable[..., None]
 
@@ -216,7 +217,7 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Example" in out
     assert max(map(len, out.splitlines())) <= 100
     assert "--debug" in out
-    assert ("--set" in out) == (command in {"sft", "orpo", "plan-segments", "check", "verify-grads"})
+    assert ("--set" in out) == (command in {"sft", "orpo", "doctor", "plan-segments", "check", "verify-grads"})
 
 
 @pytest.mark.parametrize("width", [60, 80])

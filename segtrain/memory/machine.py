@@ -1,6 +1,7 @@
-"""What `segtrain bench` measured on this machine: one JSON file in the user's cache directory. Pure.
+"""What `segtrain bench` measured and `segtrain doctor` found on this machine: two JSON files in the user's cache. Pure.
 
-The file is for the versions and the device that it names; with others it is as if there were none.
+A file is for the versions and the device that it names; with others it is as if there were none. Where both choose, it
+goes by what doctor found.
 """
 
 import json
@@ -16,13 +17,22 @@ from segtrain.memory.backends import Backend
 from segtrain.memory.timing import DEFAULTS, Speed
 
 
-def path() -> Path:
-    """Where the file is, on this system."""
+def cache() -> Path:
+    """The directory of what is kept between runs, on this system."""
     if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "segtrain" / "bench.json"
+        return Path(base) / "segtrain"
     home = Path.home()
-    cache = home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
-    return cache / "segtrain" / "bench.json"
+    return (home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache") / "segtrain"
+
+
+def path() -> Path:
+    """The file of `segtrain bench`."""
+    return cache() / "bench.json"
+
+
+def findings_path() -> Path:
+    """The file of `segtrain doctor`."""
+    return cache() / "doctor.json"
 
 
 def mlx_version() -> str:
@@ -33,15 +43,32 @@ def mlx_version() -> str:
 
 
 def measured(backend: Backend) -> Mapping[str, Any]:
-    """The measured choices for this backend and mlx version; empty where there are none."""
+    """The choices for this backend and mlx version; empty where there are none."""
+    return {**_choices(path(), backend), **_choices(findings_path(), backend)}
+
+
+def _choices(file: Path, backend: Backend) -> Mapping[str, Any]:
+    choices = read(file, backend.name).get("choices")
+    return choices if isinstance(choices, dict) else {}
+
+
+def read(file: Path, backend: str) -> dict[str, Any]:
+    """A file's content; empty where it can't be read, or is of another backend or mlx version."""
     try:
-        found = json.loads(path().read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict) or (found.get("backend"), found.get("mlx")) != (backend.name, mlx_version()):
+    if not isinstance(found, dict) or (found.get("backend"), found.get("mlx")) != (backend, mlx_version()):
         return {}
-    choices = found.get("choices")
-    return choices if isinstance(choices, dict) else {}
+    return found
+
+
+def write(file: Path, content: Mapping[str, Any]) -> None:
+    """Put `content` in the file's place, whole. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, file)
 
 
 def steered(backend: Backend) -> Backend:

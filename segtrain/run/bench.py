@@ -2,16 +2,15 @@
 
 Each choice is measured on a random model of a few layers, as whole training steps, against the plain way: products of
 packed weights against a dense copy, look-ahead, compiled segments, the MLP in chunks of tokens, and fused attention
-against blocks, with whether the fused kernel's backward is bounded in memory. Peaks are `mx.get_peak_memory` above
-what was in use before.
+against blocks. Fused attention must also be right and take memory that grows linearly, by the checks of
+`segtrain doctor`. Peaks are `mx.get_peak_memory` above what was in use before.
 """
 
-import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from segtrain.engine.backward import SegmentedBackward
 from segtrain.lora import layers as lora_module
 from segtrain.memory import machine
 from segtrain.models.stack import Execution, LayerStack
+from segtrain.run import checks
 
 GIB = 2**30
 SECONDS = 80.0  # the whole of it; what is left undone is said
@@ -85,7 +85,6 @@ def bench(*, size: Size | None = None, budget: float = SECONDS, path: Path | Non
 
 
 def _write(report: Report, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "backend": report.backend,
         "device": report.device,
@@ -94,9 +93,7 @@ def _write(report: Report, path: Path) -> Path:
         "choices": report.choices,
         "results": report.results,
     }
-    draft = path.with_suffix(".part")
-    draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    machine.write(path, content)
     return path
 
 
@@ -122,37 +119,35 @@ def _timed(report: Report, name: str, run: Callable[[], Any], note: str = "") ->
 
 
 def _attention(report: Report, size: Size) -> None:
-    """Fused causal attention with its backward against blocks, and against the memory of all scores."""
-    dim, dtype = size.hidden // size.heads, _dtype(report.backend)
+    """Fused causal attention with its backward against blocks: time, results, and memory at two lengths."""
+    table, dtype = dispatch.backend(), _dtype(report.backend)
+    dim, group = size.hidden // size.heads, size.heads // size.kv_heads
     keys = mx.random.split(mx.random.key(0), 4)
     heads = (size.heads, size.kv_heads, size.kv_heads, size.heads)
     q, k, v, do = (
         mx.random.normal((1, n, size.tokens, dim), key=key).astype(dtype) for n, key in zip(heads, keys, strict=True)
     )
     mx.eval(q, k, v, do)
+    forms = {"fused": replace(table, head_dims=frozenset({dim}), dtypes=(dtype,))}
+    forms["blocks"] = replace(table, head_dims=frozenset())
 
-    def step(function: Callable[..., mx.array]) -> Callable[[], None]:
-        return lambda: mx.eval(mx.vjp(lambda *x: [function(*x)], [q, k, v], [do]))
+    def step(rows: dispatch.Backend) -> Callable[[], None]:
+        attend = partial(dispatch.attend, scale=dim**-0.5, rows=rows)
+        return lambda: mx.eval(mx.vjp(lambda *x: [attend(*x)], [q, k, v], [do]))
 
-    def fused(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=dim**-0.5, mask="causal")
-
-    def blocks(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        table = dispatch.backend()
-        return dispatch.Blocks(dim**-0.5, None, None, table.tile_bytes, table.power)(q, k, v)
-
-    scores = size.heads * size.tokens**2 * q.dtype.size
-    fused_time, fused_peak = _timed(report, "attention, fused", step(fused))
-    blocks_time, _ = _timed(report, "attention, blocks", step(blocks))
-    bounded = fused_peak < scores
-    report.results[0]["note"] = "bounded" if bounded else "holds all scores"
-    report.choices |= attention_choice(bounded, fused_time, blocks_time, dim, str(dtype).rsplit(".", 1)[-1])
+    seconds = {name: _timed(report, f"attention, {name}", step(rows))[0] for name, rows in forms.items()}
+    kind = checks.AttentionKind(group, dim, dim, dtype)
+    bounded = checks.attention_is_linear(kind, forms["fused"], size.tokens // 2)
+    right = checks.attention_is_right(kind, forms["fused"])
+    report.results[0]["note"] = "; ".join(x.found for x in (right, bounded) if not x.right) or bounded.found
+    name = str(dtype).rsplit(".", 1)[-1]
+    report.choices |= attention_choice(bounded.right and right.right, seconds["fused"], seconds["blocks"], dim, name)
 
 
-def attention_choice(bounded: bool, fused: float, blocks: float, dim: int, dtype: str) -> dict[str, Any]:
-    """What `dispatch.steered` and the estimate read: fused only where it is bounded in memory and not slower."""
-    kind = "fused" if bounded and fused <= blocks else "blocks"
-    return {"attention": kind, "attention_dim": dim, "attention_dtype": dtype, "fused_is_bounded": bounded}
+def attention_choice(sound: bool, fused: float, blocks: float, dim: int, dtype: str) -> dict[str, Any]:
+    """What `dispatch.steered` and the estimate read: fused only where it is right, bounded and not slower."""
+    kind = "fused" if sound and fused <= blocks else "blocks"
+    return {"attention": kind, "attention_dim": dim, "attention_dtype": dtype, "fused_is_sound": sound}
 
 
 def _engine(report: Report, size: Size) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from segtrain.attention.dispatch import align, backend, follow
+from segtrain.attention.dispatch import align, backend
 from segtrain.data.rows import PreferenceRow, Row
 from segtrain.engine.backward import Backward, FullBackward, Meter, SegmentedBackward, no_meter
 from segtrain.engine.layouts import Layout, padded, pair, shared_prefix, single
@@ -14,14 +14,12 @@ from segtrain.engine.objectives import Objective
 from segtrain.engine.traces import Traces
 from segtrain.errors import UserError
 from segtrain.lora.layers import Lora, attach
-from segtrain.memory import machine
-from segtrain.memory.backends import BACKENDS
 from segtrain.memory.plan import Plan
 from segtrain.models.load import Loaded
-from segtrain.models.quantized_check import check_quantized_products
 from segtrain.models.stack import Execution, LayerStack, UnsupportedModel
 from segtrain.models.support import shares_prefix
 from segtrain.recipe.schema import Recipe
+from segtrain.run.readiness import ready
 
 SHARING_PAYS_FROM = 16  # prompt tokens below which two streams are no dearer than the split attention of one
 
@@ -93,10 +91,9 @@ def make_backward(
 def open_session(recipe: Recipe, objective: Objective, loaded: Loaded) -> Session:
     """Attach LoRA to a loaded model and capture its layers.
 
-    Raises UserError for what the recipe or the model can't do, RunFailed where mlx's quantised products are wrong here.
+    Raises UserError for what the recipe or the model can't do, RunFailed where mlx is wrong on this machine.
     """
-    check_quantized_products(loaded.model)
-    follow(machine.measured(BACKENDS[backend().name]))  # type: ignore[index]
+    found = ready(loaded)
     lo_hi = recipe.lora.layer_range(len(loaded.model.layers))
     targets: str | Sequence[str] = recipe.lora.targets
     try:
@@ -113,7 +110,7 @@ def open_session(recipe: Recipe, objective: Objective, loaded: Loaded) -> Sessio
     except (UnsupportedModel, ValueError) as error:
         raise UserError(str(error)) from error
     shares, notices = _prefix_sharing(recipe, objective, stack, str(loaded.config.get("model_type")))
-    return Session(recipe, loaded, lora, stack, objective, shares, notices, align(backend()))
+    return Session(recipe, loaded, lora, stack, objective, shares, [*found, *notices], align(backend()))
 
 
 def parameter_counts(session: Session) -> tuple[int, int]:

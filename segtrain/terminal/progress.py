@@ -28,6 +28,7 @@ from segtrain.events import (
 from segtrain.terminal.bench import print_bench
 from segtrain.terminal.check import print_check
 from segtrain.terminal.console import is_live, line_width, make_console, silence, unicode_bars, write
+from segtrain.terminal.doctor import print_doctor
 from segtrain.terminal.format import (
     clean,
     clipped,
@@ -44,7 +45,15 @@ from segtrain.terminal.plan import plan_pieces
 from segtrain.terminal.preview import print_preview
 from segtrain.terminal.verify import print_verify
 
-__all__ = ["make_progress", "print_bench", "print_check", "print_models", "print_preview", "print_verify"]
+__all__ = [
+    "make_progress",
+    "print_bench",
+    "print_check",
+    "print_doctor",
+    "print_models",
+    "print_preview",
+    "print_verify",
+]
 
 Clock = Callable[[], float]
 

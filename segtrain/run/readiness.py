@@ -1,0 +1,130 @@
+"""What a run makes sure of before it trains: that the fast forms which its model needs are right on this machine.
+
+It is done once for each machine, mlx version and model shape; what is found is kept in the cache directory. Where a
+fast form is wrong and there is a safe one (attention in blocks), that one is taken from then on, by the planner too.
+"""
+
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from segtrain.attention import dispatch
+from segtrain.errors import RunFailed
+from segtrain.memory import machine, shapes
+from segtrain.memory.backends import BACKENDS
+from segtrain.models.quantized_check import Quantisation, quantisations
+from segtrain.run import checks
+from segtrain.run.checks import AttentionKind, Finding
+
+if TYPE_CHECKING:
+    from segtrain.models.load import Loaded
+
+IN_BLOCKS = "computes attention in blocks: exact, slower"
+LENGTH = {"cpu": 256, "cuda": 2048, "metal": 2048}  # tokens of the shorter row that memory is compared at
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What of a model the checks depend on."""
+
+    attention: tuple[AttentionKind, ...] = ()
+    quantised: tuple[Quantisation, ...] = ()
+    recurrences: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], quantised: Iterable[Quantisation]) -> "Subject":
+        """Of a model with this `config.json`. Raises UserError where a key that it needs is missing or absurd."""
+        shape = shapes.read(config)
+        dtype = mx.float32 if shape.dtype_bytes == 4 else mx.bfloat16
+        kinds = {_kind(layer.attention, dtype) for layer in shape.layers if layer.attention}
+        recurrent = any(layer.mixer_width for layer in shape.layers)
+        return cls(
+            tuple(sorted(kinds, key=str)), tuple(sorted(quantised)), tuple(checks.RECURRENCES) if recurrent else ()
+        )
+
+
+def _kind(attention: shapes.Attention, dtype: mx.Dtype) -> AttentionKind:
+    a = attention
+    return AttentionKind(a.heads // a.kv_heads, a.dim, a.value_dim, dtype, a.window, bool(a.softcap), a.sinks)
+
+
+def ready(loaded: "Loaded") -> list[str]:
+    """Check what this model needs, unless that was done; what to tell. Raises RunFailed for what has no safe form.
+
+    Attention is steered as found (and as `bench` measured).
+    """
+    try:
+        subject = Subject.of(loaded.config, quantisations(loaded.model))
+    except ValueError:  # a config that can't be planned from: its gradients are verified instead
+        subject = Subject(quantised=tuple(sorted(quantisations(loaded.model))))
+    kept: Mapping[str, Any] = machine.read(machine.findings_path(), dispatch.backend().name)
+    if _key(subject) not in kept.get("checked", []) and (found := checked(subject, table())):
+        fatal = next((finding for finding in found if finding.fatal), None)
+        if fatal:
+            raise RunFailed(f"mlx {machine.mlx_version()} on this machine: {fatal.name}: {fatal.found}; {fatal.can}")
+        kept = keep(subject, found, kept)
+    measured = machine.measured(BACKENDS[dispatch.backend().name])  # type: ignore[index]
+    dispatch.follow({**measured, **kept.get("choices", {})})
+    fused = any(kind.form(table()) != "blocks" for kind in subject.attention)
+    if not (fused and kept.get("wrong")):
+        return []
+    return [f"MLX's fused attention is wrong here ({kept['wrong']}), so segtrain {IN_BLOCKS}; see `segtrain doctor`"]
+
+
+def checked(subject: Subject, rows: dispatch.Backend, *, everything: bool = False) -> list[Finding]:
+    """The findings. Attention in blocks is the safe form, which only `everything` checks too."""
+    found: list[Finding] = []
+    for kind in subject.attention:
+        if everything or kind.form(rows) != "blocks":
+            found += _attention(kind, rows)
+    found += map(checks.quantised_products, subject.quantised)
+    return found + list(map(checks.recurrence, subject.recurrences))
+
+
+def _attention(kind: AttentionKind, rows: dispatch.Backend) -> list[Finding]:
+    """Results and memory; what is wrong in blocks as well has no safe form."""
+    tests: list[Callable[..., Finding]] = [checks.attention_is_right]
+    if not (kind.softcap or kind.sinks):
+        tests.append(lambda kind, rows: checks.attention_is_linear(kind, rows, LENGTH[dispatch.backend().name]))
+    found = []
+    for test in tests:
+        finding = test(kind, rows)
+        if not finding.right:
+            safe = kind.form(rows) != "blocks" and test(kind, replace(rows, head_dims=frozenset())).right
+            finding = replace(finding, does=IN_BLOCKS if safe else "", fatal=not safe)
+        found.append(finding if not finding.fatal else replace(finding, can="install a newer mlx"))
+    return found
+
+
+def table() -> dispatch.Backend:
+    """The table's row, whatever was found before."""
+    return dispatch.BACKENDS[dispatch.backend().name]
+
+
+def device() -> str:
+    return str(mx.device_info().get("device_name", platform.machine()))
+
+
+def _key(subject: Subject) -> str:
+    return repr((device(), subject))
+
+
+def keep(subject: Subject, found: Sequence[Finding], kept: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Note what was found beside what was `kept`, for later runs and the planner; nothing fatal: it is found again."""
+    if any(finding.fatal for finding in found):
+        return kept
+    wrong = next((f"{finding.name}: {finding.found}" for finding in found if not finding.right), kept.get("wrong", ""))
+    content: dict[str, Any] = {
+        "backend": dispatch.backend().name,
+        "mlx": machine.mlx_version(),
+        "checked": sorted({*kept.get("checked", []), _key(subject)}),
+        "wrong": wrong,
+        "choices": {"attention": "blocks"} if wrong else {},
+    }
+    with suppress(OSError):  # a cache that can't be written: checked again next time
+        machine.write(machine.findings_path(), content)
+    return content

@@ -1,0 +1,249 @@
+"""`segtrain doctor` and what training checks by itself: each of five faults, put back, is found."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from segtrain import cli
+from segtrain.attention import dispatch
+from segtrain.errors import RunFailed
+from segtrain.memory import machine
+from segtrain.memory.backends import BACKENDS
+from segtrain.models.quantized_check import Quantisation
+from segtrain.run import checks, doctor, readiness
+from segtrain.run.checks import AttentionKind, Finding
+
+METAL, CPU = dispatch.BACKENDS["metal"], dispatch.BACKENDS["cpu"]
+KIND = AttentionKind(1, 64, 64, mx.float32)
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 1,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    dispatch.follow({})
+
+
+@pytest.fixture
+def fused_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's backend as one with a fused kernel; memory is not compared (there is none that is linear)."""
+    name = dispatch.backend().name
+    monkeypatch.setitem(dispatch.BACKENDS, name, replace(METAL, name=name))
+    monkeypatch.setattr(checks, "attention_is_linear", lambda kind, rows, length: Finding("memory", True, "linear"))
+
+
+def wrong_gradient(q: mx.array, k: mx.array, v: mx.array, **rule: Any) -> mx.array:
+    """MLX's attention with a dq that is half of what it should be."""
+    plain = REAL
+
+    @mx.custom_function
+    def half(q: mx.array) -> mx.array:
+        return q
+
+    @half.vjp
+    def backward(q: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        return 0.5 * cotangent
+
+    return plain(half(q), k, v, **rule)
+
+
+REAL = dispatch._sdpa
+
+
+def loaded(bits: int = 0) -> Any:
+    model = nn.Sequential(nn.Linear(128, 64))
+    if bits:
+        nn.quantize(model, group_size=64, bits=bits)
+    return SimpleNamespace(config=CONFIG, model=model)
+
+
+# --- five faults --------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_gradient_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks.attention_is_right(KIND, METAL).right
+    monkeypatch.setattr(dispatch, "_sdpa", wrong_gradient)
+    found = checks.attention_is_right(KIND, METAL)
+    assert not found.right
+    assert "fused" in found.found
+    assert checks.attention_is_right(KIND, replace(METAL, head_dims=frozenset())).right  # the safe form
+
+
+def test_attention_whose_memory_is_quadratic() -> None:
+    """MLX's own on a CPU, where nothing is fused."""
+    if dispatch.backend().name != "cpu":
+        pytest.skip("a GPU's fused kernel is bounded")
+    found = checks.attention_is_linear(KIND, METAL, 512)
+    assert not found.right
+    assert "grow with the square" in found.found
+    assert checks.attention_is_linear(KIND, CPU, 512).right
+
+
+def test_a_wrong_quantised_product_at_two_and_three_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, right = Quantisation(64, 4, "affine"), mx.quantized_matmul
+    assert checks.quantised_products(kind).right
+    monkeypatch.setattr(
+        mx, "quantized_matmul", lambda x, *args, **rule: right(x, *args, **rule) * (0.5 if len(x) in (2, 3) else 1)
+    )
+    found = checks.quantised_products(kind)
+    assert found.fatal
+    assert "wrong at 2, 3 rows" in found.found
+    with pytest.raises(RunFailed, match=r"4-bit weights.*wrong at 2, 3 rows.*install a newer mlx"):
+        readiness.ready(loaded(bits=4))
+
+
+@pytest.mark.parametrize("name", checks.RECURRENCES)
+def test_a_wrong_recurrence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry, reference, inputs = checks.RECURRENCES[name]
+    assert checks.recurrence(name).right
+
+    def cut(x: mx.array, *rest: mx.array) -> Any:
+        outputs, state = entry(x, *rest)
+        return outputs, mx.stop_gradient(state)  # a state that lets no gradient through
+
+    monkeypatch.setitem(checks.RECURRENCES, name, (cut, reference, inputs))
+    assert checks.recurrence(name).fatal
+
+
+def test_a_memory_limit_without_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not checks.memory_limit().right:
+        pytest.skip("this machine's limit has no effect")
+    before = mx.get_memory_limit()
+    monkeypatch.setattr(mx, "set_memory_limit", lambda limit: limit)
+    found = checks.memory_limit()
+    assert not found.right
+    assert "no effect" in found.found
+    assert mx.get_memory_limit() == before
+
+
+# --- what follows -------------------------------------------------------------------------------------------------
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[AttentionKind]:
+    """The kinds of attention that are checked from now on."""
+    seen: list[AttentionKind] = []
+    check: Callable[..., Finding] = checks.attention_is_right
+    monkeypatch.setattr(checks, "attention_is_right", lambda kind, rows: [seen.append(kind), check(kind, rows)][1])
+    return seen
+
+
+@pytest.mark.usefixtures("fused_here")
+def test_training_takes_blocks_where_the_kernel_is_wrong_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_sdpa", wrong_gradient)
+    seen = counting(monkeypatch)
+    name = dispatch.backend().name
+    for first in (True, False):
+        (notice,) = readiness.ready(loaded())
+        assert "fused attention is wrong here" in notice
+        assert dispatch.backend().head_dims == frozenset()
+        assert bool(seen) == first  # the second time it is known
+        seen.clear()
+    planned = replace(BACKENDS["metal"], name=name)  # type: ignore[arg-type]
+    assert machine.steered(planned).head_dims == frozenset()  # and the planner knows it
+
+
+@pytest.mark.usefixtures("fused_here")
+def test_a_right_kernel_is_checked_once_and_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = counting(monkeypatch)
+    assert readiness.ready(loaded()) == []
+    assert dispatch.backend().head_dims == METAL.head_dims
+    assert len(seen) == 1
+    assert readiness.ready(loaded()) == []
+    assert len(seen) == 1
+
+
+@pytest.mark.usefixtures("fused_here")
+@pytest.mark.parametrize("changed", ["mlx", "device", "model"])
+def test_another_mlx_machine_or_model_is_checked_again(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = counting(monkeypatch)
+    readiness.ready(loaded())
+    if changed == "mlx":
+        monkeypatch.setattr(machine, "mlx_version", lambda: "99")
+    elif changed == "device":
+        monkeypatch.setattr(readiness, "device", lambda: "another")
+    else:
+        monkeypatch.setitem(CONFIG, "head_dim", 128)
+    readiness.ready(loaded())
+    assert len(seen) == 2
+
+
+@pytest.mark.usefixtures("fused_here")
+def test_a_kernel_that_raises_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: Any, **rule: Any) -> mx.array:
+        raise RuntimeError("no kernel of that name")
+
+    monkeypatch.setattr(dispatch, "_sdpa", missing)
+    assert "no kernel of that name" in readiness.ready(loaded())[0]
+
+
+def test_a_machine_without_fused_attention_has_nothing_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    if dispatch.backend().name != "cpu":
+        pytest.skip("it has")
+    seen = counting(monkeypatch)
+    assert readiness.ready(loaded()) == []
+    assert not seen
+    assert not machine.findings_path().exists()
+
+
+@pytest.mark.usefixtures("fused_here")
+def test_a_cache_that_cannot_be_written_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(dispatch, "_sdpa", wrong_gradient)
+    assert len(readiness.ready(loaded())) == 1
+    assert dispatch.backend().head_dims == frozenset()
+
+
+def test_wrong_in_blocks_too_has_no_safe_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch.Blocks, "__call__", lambda self, q, k, v, sinks=None: 0 * q)
+    (finding, *_) = readiness._attention(KIND, CPU)
+    assert finding.fatal
+    assert finding.can
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_on_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG | {"quantization": {"bits": 4, "group_size": 64}}))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model: {model}\ndata: {{train: {tmp_path / 'rows.jsonl'}, max_seq_length: 64}}\n")
+    assert cli.run(["doctor", str(recipe), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    names = [finding["name"] for finding in report["findings"]]
+    assert names[:3] == [
+        "attention, head dim 64, float32",
+        "memory of attention, head dim 64, float32",
+        "products with 4-bit weights (affine, groups of 64)",
+    ]
+    assert names[-4:] == ["memory limit", "wired limit", "speed of products", "memory against the plan"]
+    assert report["passed"]
+
+
+def test_a_fatal_finding_ends_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = Finding("products", False, "wrong", can="install a newer mlx", fatal=True)
+    monkeypatch.setattr(doctor, "doctor", lambda recipe: doctor.Report("a machine", "cpu", "1", [wrong]))
+    assert cli.run(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG" in out
+    assert "you can: install a newer mlx" in out
