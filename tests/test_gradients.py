@@ -13,7 +13,7 @@ import tiny_configs
 
 from segtrain.engine import objectives
 from segtrain.engine.backward import FullBackward, SegmentedBackward, Step
-from segtrain.engine.layouts import RESPONSE, Layout, pair
+from segtrain.engine.layouts import RESPONSE, Layout, pair, single
 from segtrain.lora.layers import DropoutKeys, Lora
 from segtrain.models.stack import Execution, LayerStack
 
@@ -52,6 +52,26 @@ def segmented(family: str, options: dict | None = None, **engine) -> Step:
 def check(expected: Step, actual: Step, tolerance: float = TOLERANCE) -> None:
     assert actual.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=2e-6)
     assert tiny.relative(expected.grads, actual.grads) < tolerance
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_weights_of_targets_scale_their_part_of_loss_and_gradient(compiled: bool, chunk: int):
+    """The loss is linear in them: 0.5 on some targets and 2 on the others, against two rows with those alone."""
+    stack, lora = setup("llama")
+    early, late = ([i in part for i in range(len(IDS))] for part in (range(6, 11), range(11, 18)))
+    weights = [0.5 * a + 2.0 * b for a, b in zip(early, late, strict=True)]
+    weighted = single(IDS, [a or b for a, b in zip(early, late, strict=True)], weights)
+    engines = [
+        FullBackward(stack, lora, objectives.sft, compiled=compiled),
+        tiny.segmented(stack, lora, objectives.sft, segment_size=1, head_chunk=chunk, compiled=compiled),
+    ]
+    for engine in engines:
+        a, b, step = (engine.step(layout) for layout in (single(IDS, early), single(IDS, late), weighted))
+        expected = {name: 0.5 * grad + 2.0 * b.grads[name] for name, grad in a.grads.items()}
+        assert step.loss.total.item() == pytest.approx(0.5 * a.loss.total.item() + 2.0 * b.loss.total.item(), rel=2e-6)
+        assert float(step.loss.weight) == 0.5 * 5 + 2.0 * 7
+        assert tiny.relative(expected, step.grads) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -121,6 +121,22 @@ def test_loss_is_the_mean_over_tokens_of_all_rows(folder: Path) -> None:
     assert abs(np.mean(means) / np.mean(losses) - 1) > 1e-4  # the control: here the two do differ
 
 
+def test_weights_of_rows_are_weights_in_the_mean(folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "sft-train.jsonl").read_text().splitlines()]
+    weights = [0.5 if n % 2 else 3.0 for n in range(len(rows))]
+    path = folder / "weighted.jsonl"
+    path.write_text("".join(json.dumps({**row, "weight": w}) + "\n" for row, w in zip(rows, weights, strict=True)))
+    changes = {"train__steps": 1, "train__grad_accumulation_steps": len(rows), "data__train": str(path)}
+    events, _ = run(folder, "weighted", **changes)
+    by_row = losses_of(folder, "train")
+    total = sum(w * sum(own) for w, own in zip(weights, by_row, strict=True))
+    mean = total / sum(w * len(own) for w, own in zip(weights, by_row, strict=True))
+    (step,) = of(events, TrainStep)
+    assert step.loss == pytest.approx(mean, rel=1e-5)
+    assert step.supervised_tokens == sum(map(len, by_row))
+    assert abs(mean / np.mean(np.concatenate(by_row)) - 1) > 1e-4
+
+
 def test_the_model_is_evaluated_before_it_is_trained(folder: Path) -> None:
     """The loss of the model without the adapter, which then is no candidate for the best: nothing of it is kept."""
     changes = {"train__learning_rate": 5.0, "train__optimizer": "sgd", "train__max_grad_norm": 0.0}

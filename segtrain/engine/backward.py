@@ -509,8 +509,8 @@ def reference_sums(backward: Backward, layout: Layout) -> Sums:
         return backward.score(layout).sums
 
 
-def _counts(layout: Layout) -> dict[str, int]:
-    return {name: len(span) for name, span in layout.spans.items()}
+def _counts(layout: Layout) -> dict[str, float]:
+    return {name: span.count for name, span in layout.spans.items()}
 
 
 def _pick(carry: Mapping[str, mx.array], names: Sequence[str]) -> Carry:

@@ -71,7 +71,7 @@ def score(
     compiled: Scorer | None = None,
     evaluate: Callable[[list[mx.array]], None] = mx.eval,
 ) -> SpanScore:
-    """Sum of log-probs of `span.targets` given rows `span.rows` of `h`, and its unit gradient if wanted.
+    """Weighted sum of log-probs of `span.targets` given rows `span.rows` of `h`, and its unit gradient if wanted.
 
     `evaluate` gets what each chunk made, to evaluate it before the next one is begun. `compiled` is the compiled
     `scorer`.
@@ -106,12 +106,17 @@ def padded_rows(span: Span, multiple: int) -> tuple[mx.array, mx.array, mx.array
     """Rows and targets [M'] with M' a multiple, and weights that are 0 for the filler."""
     extra = -len(span) % multiple
     rows, targets = (mx.pad(x, (0, extra)) for x in (span.rows, span.targets))
+    if span.weights is not None:
+        return rows, targets, mx.pad(span.weights, (0, extra))
     return rows, targets, (mx.arange(len(span) + extra) < len(span)).astype(mx.float32)
 
 
 def _chunks(span: Span, size: int, multiple: int | None) -> Iterator[tuple[mx.array, ...]]:
-    """(rows, targets) of at most `size` rows; given a `multiple`, (rows, targets, weights) of equally many rows."""
+    """(rows, targets) of at most `size` rows, and their weights where the span has some; given a `multiple`, always
+    with weights and of equally many rows."""
     parts: tuple[mx.array, ...] = (span.rows, span.targets)
+    if span.weights is not None:
+        parts = (*parts, span.weights)
     if multiple:
         count = -(-len(span) // max(size, multiple))
         size = -(-len(span) // (count * multiple)) * multiple

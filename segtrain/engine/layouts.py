@@ -11,7 +11,7 @@ Shapes: `T` rows of a stream, `M` scored rows of a span. Token ids are int32.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -45,14 +45,20 @@ class Stream:
 
 @dataclass(frozen=True)
 class Span:
-    """Score `rows` [M] of stream number `stream` against `targets` [M]."""
+    """Score `rows` [M] of stream number `stream` against `targets` [M]; `weights` [M], float32, or each counts 1."""
 
     stream: int
     rows: mx.array
     targets: mx.array
+    weights: mx.array | None = None
 
     def __len__(self) -> int:
         return int(self.rows.shape[0])
+
+    @property
+    def count(self) -> float:
+        """The sum of the weights: how many targets there are where each counts 1."""
+        return len(self) if self.weights is None else float(self.weights.sum())
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,10 @@ class Layout:
         return len(span) == len(self.streams[span.stream])
 
 
-def single(tokens: Sequence[int], supervised: Sequence[bool]) -> Layout:
+def single(tokens: Sequence[int], supervised: Sequence[bool], weights: Sequence[float] | None = None) -> Layout:
     """One row of supervised fine-tuning: token i is a target where `supervised[i]`, and is predicted from row i - 1.
+
+    `weights[i]` multiplies its log-prob in the loss, which is normalised by the sum of weights.
 
     The first token can't be predicted and the last one is never an input, so the stream has `len(tokens) - 1` rows.
     Raises ValueError when no token is left to predict.
@@ -85,7 +93,10 @@ def single(tokens: Sequence[int], supervised: Sequence[bool]) -> Layout:
     rows = [i - 1 for i in range(1, len(tokens)) if supervised[i]]
     if not rows:
         raise ValueError("a row has no supervised token after its first one")
-    return Layout((_stream(tokens[:-1]),), {RESPONSE: _span(0, rows, [tokens[i + 1] for i in rows])})
+    span = _span(0, rows, [tokens[i + 1] for i in rows])
+    if weights is not None:
+        span = replace(span, weights=mx.array([weights[i + 1] for i in rows], dtype=mx.float32))
+    return Layout((_stream(tokens[:-1]),), {RESPONSE: span})
 
 
 def pair(

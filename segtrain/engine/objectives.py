@@ -6,7 +6,8 @@ span's unit gradient d(sum)/dh and scales it afterwards.
 
 A value is a total with a weight: an update divides the totals (and gradients) of its rows by the sum of their
 weights. For `sft` the weight is the number of supervised tokens, so accumulation gives the mean over tokens, not a
-mean of means; for `orpo` it is one a pair.
+mean of means; for `orpo` it is one a pair. Where a span's targets have weights of their own, its sum is of weighted
+log-probs and its count is the sum of the weights.
 
 ORPO (Hong et al. 2024, arXiv:2403.07691), with l the *mean* log-prob of a response:
 
@@ -29,7 +30,7 @@ from segtrain.engine.layouts import CHOSEN, PROMPT, REJECTED, RESPONSE
 EPSILON = 1e-6  # nats a token: exp(-EPSILON) is the largest mean probability that is told apart from 1 in float32
 
 Sums: TypeAlias = Mapping[str, mx.array]
-Counts: TypeAlias = Mapping[str, int] | Mapping[str, mx.array]
+Counts: TypeAlias = Mapping[str, float] | Mapping[str, mx.array]
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Session:
     def layout(self, row: Row) -> Layout:
         """The row's streams and spans, its stream lengths rounded up to what the backend's attention needs."""
         if not isinstance(row, PreferenceRow):
-            layout = single(row.tokens, row.supervised)
+            layout = single(row.tokens, row.supervised, row.weights)
         elif self.shares(row):
             layout = shared_prefix(row.prompt, row.chosen, row.rejected, score_prompt=self.objective.scores_prompt)
         else:

@@ -120,7 +120,9 @@ def shortened(row: Row) -> Row:
         return replace(row, prompt=row.prompt[-2 * part :], rejected_prompt=other, chosen=chosen, rejected=rejected)
     first = next(i for i in range(1, len(row.tokens)) if row.supervised[i])
     lo = max(0, first - SHORT // 2)
-    return replace(row, tokens=row.tokens[lo : lo + SHORT], supervised=row.supervised[lo : lo + SHORT])
+    weights = row.weights and row.weights[lo : lo + SHORT]
+    kept = slice(lo, lo + SHORT)
+    return replace(row, tokens=row.tokens[kept], supervised=row.supervised[kept], weights=weights)
 
 
 @contextmanager
