@@ -20,11 +20,11 @@ LENGTHS = [1, 2, 63, 64, 65, 1000]
 normal = mx.random.normal
 
 
-def selective_inputs(tokens: int, gate: float = 0) -> list[mx.array]:
+def selective_inputs(tokens: int, gate: float = 0, width: int = 6, states: int = 4) -> list[mx.array]:
     """dt over some orders of magnitude; a large `gate` forgets at once, a very negative one never."""
-    x, dt = normal((1, tokens, 6)), mx.exp(3 * normal((1, tokens, 6)) - 2 + gate)
-    B, C = normal((1, tokens, 4)), normal((1, tokens, 4))
-    return [x, dt, B, C, -mx.exp(2 * normal((6, 4))), normal((1, 6, 4))]
+    x, dt = normal((1, tokens, width)), mx.exp(3 * normal((1, tokens, width)) - 2 + gate)
+    B, C = normal((1, tokens, states)), normal((1, tokens, states))
+    return [x, dt, B, C, -mx.exp(2 * normal((width, states))), normal((1, width, states))]
 
 
 def ssd_inputs(tokens: int, gate: float = 0) -> list[mx.array]:
@@ -154,22 +154,29 @@ def test_in_bf16_no_further_from_the_truth_than_the_steps(rule: Rule):
     assert ours[1].dtype == mx.float32
 
 
+def above_inputs(rule: Rule, inputs: list[mx.array]) -> int:
+    """Bytes at the peak of the gradients of all inputs, those included."""
+    mx.eval(inputs)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(mx.grad(lambda *x: rule.ours(*x)[0].sum(), list(range(len(inputs))))(*inputs))
+    return mx.get_peak_memory() - before
+
+
 @EACH
 def test_memory_grows_with_the_row_by_its_outputs_and_states(rule: Rule):
     """Doubling a row adds its own arrays, not what the arithmetic of the added tokens needs."""
-
-    def above_inputs_and_gradients(tokens: int) -> int:
-        inputs = rule.inputs(tokens)
-        mx.eval(inputs)
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        mx.eval(mx.grad(lambda *x: rule.ours(*x)[0].sum(), list(range(len(inputs))))(*inputs))
-        return mx.get_peak_memory() - before
-
-    short, long = above_inputs_and_gradients(1024), above_inputs_and_gradients(2048)
+    short, long = (above_inputs(rule, rule.inputs(tokens)) for tokens in (1024, 2048))
     own = sum(x.nbytes for x in rule.inputs(1024)[: rule.sequences])
     assert long - short <= 4 * own
+
+
+def test_the_state_between_groups_does_not_hold_its_groups_states():
+    """With 32 states a channel: 1,024 more tokens have 4 MiB of states."""
+    rule = RULES["selective scan"]
+    short, long = (above_inputs(rule, selective_inputs(tokens, width=32, states=32)) for tokens in (1024, 2048))
+    assert long - short <= 2 << 20
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 16, 17])
@@ -181,6 +188,19 @@ def test_states_of_a_diagonal_recurrence(tokens: int):
     (theirs,), their_gradients = mx.vjp(diagonal.reference, inputs, [cotangent])
     assert error(ours, theirs) <= 1e-6
     assert all(error(a, b) <= 1e-6 for a, b in zip(our_gradients, their_gradients, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 1000])
+def test_a_linear_recurrence_with_its_state(tokens: int):
+    mx.random.seed(tokens)
+    decays = mx.sigmoid(20 * normal((1, tokens, 3)))  # some 0, some 1
+
+    def steps(x: mx.array, a: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
+        h = diagonal.reference(a, x, state)
+        return h, h[:, -1]
+
+    rule = Rule(diagonal.linear_recurrence, steps, lambda: [], 2)
+    assert max(errors(rule, [normal((1, tokens, 3)), decays, normal((1, 3))])) <= 1e-5
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 32])

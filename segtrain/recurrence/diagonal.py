@@ -62,7 +62,7 @@ def linear_recurrence(x: mx.array, a: mx.array, state: mx.array | None = None) -
     if state is None:
         state = mx.zeros((x.shape[0], *x.shape[2:]), mx.float32)
     h = states(a.astype(mx.float32), x.astype(mx.float32), state.astype(mx.float32))
-    return h.astype(x.dtype), h[:, -1]
+    return h.astype(x.dtype), mx.contiguous(h[:, -1])  # a slice would hold all of h
 
 
 def _in_blocks(a: mx.array, b: mx.array, state: mx.array) -> mx.array:

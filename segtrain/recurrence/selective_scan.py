@@ -51,4 +51,5 @@ def _chunk(
     x, dt, B, C, A = (array.astype(mx.float32) for array in (x, dt, B, C, A))
     decays = mx.exp(dt[..., None] * A)
     found = diagonal.states(decays, (dt * x)[..., None] * B[:, :, None], state)
-    return (found @ C[..., None]).squeeze(-1), found[:, -1]
+    last = mx.contiguous(found[:, -1])  # a slice would hold all states for as long as it lives
+    return (found @ C[..., None]).squeeze(-1), last
