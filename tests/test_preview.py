@@ -183,7 +183,7 @@ def test_a_recipe_s_own_lengths(model: Path, tmp_path: Path, monkeypatch: pytest
             self.counts = counts
 
     monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *_: object())
-    monkeypatch.setattr(dataset, "open_data", lambda *_: Opened())
+    monkeypatch.setattr(dataset, "open_data", lambda *_, **__: Opened())
     recipe = Recipe.from_mapping({"model": str(model), "data": {"train": "t.jsonl", "max_seq_length": 2000}})
     found = preview(recipe, budget="2GB")
     assert [(x["name"], x["tokens"]) for x in found.lengths] == [("median", 100), ("95 %", 900), ("longest", 2000)]

@@ -2,12 +2,14 @@
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from segtrain.data.check import CheckReport, Reason
+from segtrain.data.samples import Sample
 from segtrain.events import (
     DataRead,
     Evaluated,
@@ -20,7 +22,11 @@ from segtrain.events import (
     Saved,
     TrainStep,
 )
-from segtrain.terminal.check import PLAIN_MARKS, WIDE_MARKS, doubling_bins, sample_lines
+from segtrain.models.support import Row
+from segtrain.run.bench import Report as BenchReport
+from segtrain.run.preview import Preview
+from segtrain.run.verify import ModuleError, VerifyReport
+from segtrain.terminal.check import PLAIN_MARKS, WIDE_MARKS, sample_lines
 from segtrain.terminal.console import is_live
 from segtrain.terminal.format import clean, clipped, compact, count, duration, gib, wrapped
 from segtrain.terminal.progress import (
@@ -289,18 +295,18 @@ def test_wrapping_keeps_long_pieces_whole():
 
 # Tables
 
-PREVIEW = {
-    "model": "org/Model-8B",
-    "seq": 8192,
-    "budget_gib": 18.0,
-    "fits": True,
-    "recommended": {"segment_size": 2, "head_chunk": 256, "peak_gib": 12.0},
-    "options": [
+PREVIEW = Preview(
+    model="org/Model-8B",
+    seq=8192,
+    budget_gib=18.0,
+    fits=True,
+    recommended={"segment_size": 2, "head_chunk": 256, "peak_gib": 12.0},
+    options=[
         {"segment_size": s, "head_chunk": 256, "peak_gib": p, "relative_time": 1.3, "longest": 65536 // s,
-         "phases": {"model": 4.0, "segment": p - 4.0}}
+         "fits": p <= 18.0, "phases": {"model": 4.0, "segment": p - 4.0}}
         for s, p in ((1, 8.0), (2, 12.0), (4, 20.0), (32, 90.0))
     ],
-}  # fmt: skip
+)  # fmt: skip
 
 
 def printed(render, *args, **options):
@@ -335,23 +341,24 @@ def test_preview_bars_are_in_proportion():
 
 
 def test_preview_where_nothing_fits():
-    nothing = PREVIEW | {"fits": False, "recommended": None, "budget_gib": 4.0}
+    options = [option | {"fits": False} for option in PREVIEW.options]
+    nothing = replace(PREVIEW, fits=False, recommended=None, budget_gib=4.0, options=options)
     text = printed(print_preview, nothing)
     assert "nothing fits in 4.00 GiB" in text
     assert "yes" not in text
 
 
-SAMPLE = SimpleNamespace(
-    origin="train.jsonl:1", pieces=["user", "\n", "Hi", "\x1b[31m", "."], supervised=[0, 0, 0, 1, 1]
-)
-CHECK = SimpleNamespace(
+SAMPLE = Sample("train.jsonl:1", ["user", "\n", "Hi", "\x1b[31m", "."], [False, False, False, True, True])
+CHECK = CheckReport(
     counts={"rows": 1234},
     histogram=[(1, 127, 10), (128, 255, 40)],
     percentiles={"median": 200},
-    dropped={"too_long": SimpleNamespace(count=12, examples=[f"{'d' * 30}/train.jsonl:{i}" for i in range(5)])},
-    truncated={"truncate_prompt": ["train.jsonl:7"]},
-    duplicates=3,
+    dropped={"too_long": Reason(12, [f"{'d' * 30}/train.jsonl:{i}" for i in range(5)])},
+    truncated={"truncate_prompt": Reason(1, ["train.jsonl:7"])},
+    duplicates={},
+    split_prompts={},
     sample=SAMPLE,
+    suggestions=[],
 )
 
 
@@ -363,23 +370,17 @@ def test_check_shows_lengths_reasons_and_a_sample_with_marks():
     assert "train.jsonl:0" in text
     assert "..." in text
     assert "truncate prompt  1  train.jsonl:7" in text
-    assert "duplicates  3" in text
+    assert "duplicates" not in text
     assert "2 of 5 tokens are supervised, between ⟦ and ⟧" in text
     assert "user│\\n│\nHi⟦\\x1b[31m│.⟧" in text
 
 
 def test_a_text_can_not_look_supervised():
     pieces = ["[INST]", "⟦", "a|b", "│", "\\<x"]
-    sample = SimpleNamespace(pieces=pieces, supervised=[False] * 4 + [True], origin="x:1")
+    sample = Sample("x:1", pieces, [False] * 4 + [True])
     wide, plain = ("".join(map(str, sample_lines(sample, 80, marks)[3:])) for marks in (WIDE_MARKS, PLAIN_MARKS))
     assert wide == r"[INST]│\u27e6│a|b│\u2502⟦\<x⟧"
     assert plain == r"[INST]\|⟦\|a|b\|│\<\\<x\>"
-
-
-def test_bins_double_and_leave_no_gap():
-    assert doubling_bins([5, 7, 8, 40]) == [(4, 7, 2), (8, 15, 1), (16, 31, 0), (32, 63, 1)]
-    assert doubling_bins([]) == []
-    assert "32 to 63  1" in printed(print_check, {"counts": {}, "lengths": [5, 40]})
 
 
 def test_check_on_a_terminal_marks_supervised_tokens_by_underline_too():
@@ -390,33 +391,26 @@ def test_check_on_a_terminal_marks_supervised_tokens_by_underline_too():
 
 
 def test_verify_lists_the_worst_first_and_counts_nan_as_failed():
-    modules = {f"layers.{i}.q_proj": 1e-7 * i for i in range(50)} | {"bad": 0.5, "worse": float("nan")}
-    lines = printed(print_verify, SimpleNamespace(modules=modules, tolerance=1e-4, passed=False), rows=4).splitlines()
+    errors = {f"layers.{i}.q_proj": 1e-7 * i for i in range(50)} | {"bad": 0.5, "worse": float("nan")}
+    report = VerifyReport(False, 1e-4, [ModuleError(*error) for error in errors.items()], 2.0, 2.0)
+    lines = printed(print_verify, report, rows=4).splitlines()
     names = [line.split()[0] for line in lines[2:6]]
     assert names == ["worse", "bad", "layers.49.q_proj", "layers.48.q_proj"]
     assert [line.endswith("TOO LARGE") for line in lines[2:6]] == [True, True, False, False]
-    assert "FAIL: 52 modules, 2 above tolerance" in lines[-1]
+    assert "FAIL: 52 modules, 2 above tolerance" in lines[-2]
 
 
 def test_models_wraps_its_notes():
-    row = {
-        "model_type": "llama",
-        "sft": True,
-        "pairs": False,
-        "shared_prefix": True,
-        "quantised": True,
-        "moe_lora": None,
-    }
-    text = printed(print_models, [row | {"notes": "word " * 30}])
-    assert "llama       yes  no    yes     yes        -" in text
+    row = Row("llama", True, False, True, True, None, "word " * 30)
+    text = printed(print_models, [row])
+    assert "llama       yes  no     yes     yes        -" in text
     assert text.count("word") == 30
 
 
 def test_bench_shows_times_and_choices():
     results = [{"name": "attention, fused", "seconds": 0.0123, "peak_gib": 0.4}, {"name": "mask", "seconds": 1.5}]
-    text = printed(
-        print_bench, {"device": "a chip", "results": results, "choices": {"attention": "fused"}, "path": "x"}
-    )
+    report = BenchReport("a chip", "cpu", results, {"attention": "fused"}, "x")
+    text = printed(print_bench, report)
     assert "12.3 ms  0.40 GiB" in text
     assert "1.5 s" in text
     assert "attention:  fused" in text
@@ -438,5 +432,5 @@ def test_bars():
 
 def test_check_shows_suggestions() -> None:
     console = Console(file=io.StringIO(), width=80)
-    print_check({"counts": {"rows": 3}, "suggestions": ["max_seq_length 900 would lose nothing"]}, console=console)
+    print_check(replace(CHECK, suggestions=["max_seq_length 900 would lose nothing"]), console=console)
     assert "note  max_seq_length 900 would lose nothing" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
 """`segtrain check`: what is in the data set, and rows with their supervised tokens marked."""
 
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from segtrain.terminal.console import fits, line_width, make_console, unicode_bars, write
-from segtrain.terminal.format import clean, count, label, listed, pick, wrapped
+from segtrain.terminal.format import clean, count, label, listed, wrapped
 from segtrain.terminal.table import bar
 
 BAR = 40
@@ -18,39 +17,27 @@ SAMPLE_TOKENS = 400  # shown; a longer row is cut in its middle
 _NEWLINE = "\\n"
 
 
-def print_check(report: object, *, console: Console | None = None) -> None:
+def print_check(report: Any, *, console: Console | None = None) -> None:
     """Draw a data check: counts, lengths, what was dropped or truncated and why, duplicates, suggestions, a sample.
 
-    `report` has histogram, bins of (first, last, rows), or lengths (tokens of each row), from which bins are made.
+    `report`: a `CheckReport`, with bins (first, last, rows) as histogram and a `Reason` for whatever was dropped.
     """
     console = console or make_console()
     width = line_width(console)
-    write(console, *wrapped("data", listed(pick(report, "counts", default={}) or {}), width))
-    if form := pick(report, "form", default=""):
-        write(console, f"form  {clean(form)}")
-    histogram = pick(report, "histogram") or doubling_bins(pick(report, "lengths", default=()))
-    if histogram:
-        write(console, "", Text("tokens a row", "bold"), *histogram_lines(histogram, unicode_bars(console)))
-    percentiles = pick(report, "percentiles")
-    if percentiles:
-        write(console, *wrapped("percentiles", listed(percentiles), width))
+    write(console, *wrapped("data", listed(report.counts), width))
+    if report.form:
+        write(console, f"form  {clean(report.form)}")
+    if report.histogram:
+        write(console, "", Text("tokens a row", "bold"), *histogram_lines(report.histogram, unicode_bars(console)))
+    if report.percentiles:
+        write(console, *wrapped("percentiles", listed(report.percentiles), width))
     for name in ("dropped", "truncated", "duplicates", "split_prompts"):
-        write(console, *_reasons(name, pick(report, name), width))
-    for text in pick(report, "suggestions", default=()):
+        write(console, *_reasons(name, getattr(report, name), width))
+    for text in report.suggestions:
         write(console, *textwrap.wrap(f"note  {clean(text)}", width, subsequent_indent=" " * 6, break_on_hyphens=False))
     marks = WIDE_MARKS if unicode_marks(console) else PLAIN_MARKS
-    for sample in pick(report, "samples", default=()) or filter(None, [pick(report, "sample")]):
+    for sample in report.samples or filter(None, [report.sample]):
         write(console, "", *sample_lines(sample, width, marks))
-
-
-def doubling_bins(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first, last, rows) for 1, 2 to 3, 4 to 7 and so on, from the shortest row's bin to the longest's."""
-    rows = Counter(length.bit_length() for length in lengths)
-    return [(1 << (bits - 1) if bits else 0, (1 << bits) - 1, rows[bits]) for bits in _all_between(rows)]
-
-
-def _all_between(rows: Mapping[int, int]) -> range:
-    return range(min(rows), max(rows) + 1) if rows else range(0)
 
 
 def histogram_lines(bins: Iterable[Any], unicode: bool = True) -> list[str]:
@@ -66,15 +53,14 @@ def histogram_lines(bins: Iterable[Any], unicode: bool = True) -> list[str]:
     ]
 
 
-def sample_lines(sample: object, width: int, marks: "Marks") -> list[Text]:
+def sample_lines(sample: Any, width: int, marks: "Marks") -> list[Text]:
     """The tokens of a sample; supervised ones stand between marks that no text can contain, in colour where there is.
 
     A sample has pieces (text of each token), supervised (one flag each), origin, and a weight unless that is 1.
     """
-    pieces, flags = list(pick(sample, "pieces", "tokens")), list(pick(sample, "supervised"))
-    head = Text(f"sample {clean(pick(sample, 'origin', default=''))}", "bold")
-    weight = pick(sample, "weight", default=1.0)
-    weighed = "" if weight == 1 else f", of weight {weight:g}"
+    pieces, flags = sample.pieces, sample.supervised
+    head = Text(f"sample {clean(sample.origin)}", "bold")
+    weighed = "" if sample.weight == 1 else f", of weight {sample.weight:g}"
     note = (
         f"  {sum(flags):,} of {len(flags):,} tokens are supervised{weighed}, between {marks.start} and {marks.end}; "
         f"tokens are divided by {marks.between}"
@@ -129,26 +115,16 @@ def _flowed(tokens: Sequence[tuple[str, bool]], width: int, marks: Marks) -> lis
     return lines if lines[-1].cell_len else lines[:-1]
 
 
-def _reasons(name: str, reasons: Any, width: int) -> list[Text | str]:
+def _reasons(name: str, reasons: Mapping[str, Any], width: int) -> list[Text | str]:
     """One line a reason: how many rows and where the first ones are."""
-    if not reasons:
-        return []
-    if isinstance(reasons, int):
-        return [f"{label(name)}  {count(reasons)}"]
-    if not isinstance(reasons, Mapping):
-        reasons = {"rows": reasons}
-    lines: list[Text | str] = [Text(label(name), "bold yellow")]
+    lines: list[Text | str] = [Text(label(name), "bold yellow")] if reasons else []
     for reason, rows in reasons.items():
-        lines += wrapped("  " + label(str(reason)), _examples(rows), width)
+        lines += wrapped("  " + label(reason), _examples(rows), width)
     return lines
 
 
 def _examples(rows: Any) -> list[str]:
-    """A count, a list of origins, or an object with rows and examples, as pieces of text."""
-    if isinstance(rows, int):
-        return [count(rows)]
-    examples = list(rows) if isinstance(rows, (list, tuple)) else list(pick(rows, "examples", "origins", default=()))
-    total = pick(rows, "count", "rows", default=len(examples)) if not isinstance(rows, (list, tuple)) else len(examples)
-    shown = [clean(example) for example in examples[:3]]
-    more = ["..."] if total > len(shown) and shown else []
-    return [count(total), *shown, *more]
+    """A `Reason` (count, examples) as pieces of text."""
+    shown = [clean(example) for example in rows.examples[:3]]
+    more = ["..."] if rows.count > len(shown) and shown else []
+    return [count(rows.count), *shown, *more]

@@ -117,17 +117,6 @@ def paragraph(head: str, text: str, width: int) -> list[str]:
     )
 
 
-def pick(record: object, *names: str, default: Any = None) -> Any:
-    """The first of `names` that `record`, a mapping or an object, has."""
-    for name in names:
-        if isinstance(record, Mapping):
-            if name in record:
-                return record[name]
-        elif hasattr(record, name):
-            return getattr(record, name)
-    return default
-
-
 def _escape(found: re.Match[str]) -> str:
     char = found.group()
     return _ESCAPES.get(char) or (f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}")

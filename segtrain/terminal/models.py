@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from segtrain.terminal.console import line_width, make_console, write
-from segtrain.terminal.format import clean, pick
+from segtrain.terminal.format import clean
 from segtrain.terminal.table import table_lines
 
 _COLUMNS = (
@@ -18,8 +18,8 @@ _COLUMNS = (
 )
 
 
-def print_models(rows: Iterable[object], *, console: Console | None = None) -> None:
-    """Rows are mappings or objects with model_type, sft, pairs, shared_prefix, quantised, moe_lora and notes."""
+def print_models(rows: Iterable[Any], *, console: Console | None = None) -> None:
+    """Rows have model_type, sft, pairs, shared_prefix, quantised, moe_lora and notes."""
     console = console or make_console()
     rows = list(rows)
     headings = [("model_type", "left"), *((heading, "left") for heading, _ in _COLUMNS), ("notes", "wrap")]
@@ -27,10 +27,10 @@ def print_models(rows: Iterable[object], *, console: Console | None = None) -> N
     write(console, "", f"{len(rows)} model types; -: does not apply")
 
 
-def _cells(row: object) -> list[str]:
-    fields: Mapping[str, Any] = {key: pick(row, key) for _, key in _COLUMNS}
+def _cells(row: Any) -> list[str]:
+    fields: Mapping[str, Any] = {key: getattr(row, key) for _, key in _COLUMNS}
     marks = [_mark(entry) for entry in fields.values()]
-    return [clean(pick(row, "model_type", default="")), *marks, clean(pick(row, "notes", default="") or "")]
+    return [clean(row.model_type), *marks, clean(row.notes)]
 
 
 def _mark(entry: object) -> str:

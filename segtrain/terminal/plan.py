@@ -3,20 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-from segtrain.terminal.format import count, gib, pick, value
+from segtrain.terminal.format import count, gib, value
 
 _SETTINGS = {"keep": "keep_layers", "boundaries": "boundaries kept", "mlp_rows": "MLP rows at a time"}
 _SWITCHES = {"dequantize": "dense copies of packed weights", "compiled": "compiled", "tight": "tight limit"}
 _PLAIN = {"keep": 0, "boundaries": None, "lookahead": 0, "mlp_rows": None}
 
 
-def settings(plan: object) -> list[str]:
+def settings(plan: Mapping[str, Any]) -> list[str]:
     """How `plan` runs, without what is off or as it would be anyway."""
-    if pick(plan, "backward") == "full":
+    if plan.get("backward") == "full":
         return ["full backward", *_switches(plan)]
-    pieces = [f"segment_size {value(pick(plan, 'segment_size'))}"]
+    pieces = [f"segment_size {value(plan['segment_size'])}"]
     for key, plain in _PLAIN.items():
-        if (set_to := pick(plan, key, default=plain)) != plain:
+        if (set_to := plan.get(key, plain)) != plain:
             pieces.append(f"{_SETTINGS.get(key, key)} {value(set_to)}")
     return pieces + _switches(plan)
 
@@ -24,7 +24,7 @@ def settings(plan: object) -> list[str]:
 def plan_pieces(plan: Mapping[str, Any]) -> list[str]:
     """The plan of a run, its predicted peak, the budget and the row that it is for."""
     pieces = settings(plan)
-    if pick(plan, "backward") != "full" and (chunk := plan.get("head_chunk")) is not None:
+    if plan.get("backward") != "full" and (chunk := plan.get("head_chunk")) is not None:
         pieces.insert(1, f"head_chunk {value(chunk)}")
     if (peak := plan.get("peak_gib")) is not None:
         pieces.append(f"predicted peak {gib(float(peak))}")
@@ -35,5 +35,5 @@ def plan_pieces(plan: Mapping[str, Any]) -> list[str]:
     return pieces
 
 
-def _switches(plan: object) -> list[str]:
-    return [text for key, text in _SWITCHES.items() if pick(plan, key)]
+def _switches(plan: Mapping[str, Any]) -> list[str]:
+    return [text for key, text in _SWITCHES.items() if plan.get(key)]

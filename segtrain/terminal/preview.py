@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from segtrain.terminal.console import line_width, make_console, unicode_bars, write
-from segtrain.terminal.format import clean, count, gib, label, paragraph, pick, wrapped
+from segtrain.terminal.format import clean, count, gib, label, paragraph, wrapped
 from segtrain.terminal.plan import settings
 from segtrain.terminal.table import Column, stacked, table_lines
 
@@ -17,15 +17,15 @@ _OVER_BUDGET = 1.5
 _BAR_ROOM = 51  # columns that the other cells of the table take
 
 
-def print_preview(preview: object, *, console: Console | None = None) -> None:
+def print_preview(preview: Any, *, console: Console | None = None) -> None:
     """Draw a preview: model, seq, budget_gib, fits, recommended, options; options may say fits and longest.
 
     It may have lengths (rows of the data set: name, tokens, fits, peak_gib), notes and measured (one real step). The
     phases of an option are parts of its peak (GiB); all bars share one scale.
     """
     console = console or make_console()
-    options = list(pick(preview, "options", default=()))
-    budget = pick(preview, "budget_gib")
+    options = list(preview.options)
+    budget = preview.budget_gib
     phases = list(dict.fromkeys(name for option in options for name in _phases(option)))
     marks = _BLOCKS if unicode_bars(console) else _ASCII
     write(console, *_head(preview, line_width(console)), "")
@@ -36,16 +36,16 @@ def print_preview(preview: object, *, console: Console | None = None) -> None:
     write(console, *_own_rows(preview, line_width(console)), *_measured(preview, line_width(console)))
 
 
-def _head(preview: object, width: int) -> list[str]:
-    pieces = [clean(pick(preview, "model", default=""))]
-    if (seq := pick(preview, "seq")) is not None:
+def _head(preview: Any, width: int) -> list[str]:
+    pieces = [clean(preview.model)]
+    if (seq := preview.seq) is not None:
         pieces.append(f"{count(seq)} tokens a row")
-    if (budget := pick(preview, "budget_gib")) is not None:
+    if (budget := preview.budget_gib) is not None:
         pieces.append(f"budget {gib(budget)}")
     return wrapped("plan", pieces, width)
 
 
-def _columns(options: Sequence[object]) -> list[Column]:
+def _columns(options: Sequence[Mapping[str, Any]]) -> list[Column]:
     columns = [("", "left"), ("segment\nsize", "right"), ("head\nchunk", "right")]
     if _keeps(options):
         columns.append(("kept\nlayers", "right"))
@@ -56,13 +56,13 @@ def _columns(options: Sequence[object]) -> list[Column]:
 
 
 def _rows(
-    preview: object, options: Sequence[object], phases: list[str], marks: str, width: int
+    preview: Any, options: Sequence[Mapping[str, Any]], phases: list[str], marks: str, width: int
 ) -> list[list[str | Text]]:
-    chosen, budget = pick(preview, "recommended"), pick(preview, "budget_gib")
+    chosen, budget = preview.recommended, preview.budget_gib
     scale = _scale(options, budget)
     with_kept = _keeps(options)
     room = max(width - _BAR_ROOM - (8 if with_kept else 0), 8)
-    limit = None if budget is None or not scale else min(round(room * float(budget) / scale), room - 1)
+    limit = None if budget is None or not scale else min(round(room * budget / scale), room - 1)
     with_longest = any(_longest(option) is not None for option in options)
     rows: list[list[str | Text]] = []
     for option in options:
@@ -74,10 +74,10 @@ def _rows(
     return rows
 
 
-def _scale(options: Sequence[object], budget: float | None) -> float:
+def _scale(options: Sequence[Mapping[str, Any]], budget: float | None) -> float:
     """GiB of a full bar: the largest peak, but never so far above the budget that what fits becomes a sliver."""
-    peak = max((float(pick(option, "peak_gib")) for option in options), default=0.0)
-    return peak if budget is None else max(min(peak, _OVER_BUDGET * float(budget)), float(budget))
+    peak = max((option["peak_gib"] for option in options), default=0.0)
+    return peak if budget is None else max(min(peak, _OVER_BUDGET * budget), budget)
 
 
 def _drawn(lengths: Sequence[int], marks: str, limit: int | None, room: int) -> Text:
@@ -93,17 +93,17 @@ def _drawn(lengths: Sequence[int], marks: str, limit: int | None, room: int) -> 
     return Text.assemble(text[:limit], ("|", "bold red"), text[limit + 1 :])
 
 
-def _figures(option: object, best: bool, budget: float | None, with_kept: bool) -> list[str]:
+def _figures(option: Mapping[str, Any], best: bool, budget: float | None, with_kept: bool) -> list[str]:
     fits = _fits(option, budget)
-    relative = pick(option, "relative_time")
-    full = pick(option, "backward") == "full"
+    relative = option.get("relative_time")
+    full = option.get("backward") == "full"
     return [
         ">" if best else " ",
-        "full" if full else str(pick(option, "segment_size", default="")),
-        "" if full else _count(pick(option, "head_chunk")),
-        *([_count(pick(option, "keep", default=0) or None)] if with_kept else []),
-        gib(float(pick(option, "peak_gib"))),
-        "" if relative is None else f"{float(relative):.2f}x",
+        "full" if full else str(option.get("segment_size", "")),
+        "" if full else _count(option.get("head_chunk")),
+        *([_count(option.get("keep", 0) or None)] if with_kept else []),
+        gib(option["peak_gib"]),
+        "" if relative is None else f"{relative:.2f}x",
         "" if fits is None else "yes" if fits else "no",
     ]
 
@@ -113,65 +113,63 @@ def _legend(phases: list[str], marks: str, width: int) -> list[str]:
     return wrapped("memory", [*pieces, "| budget"], width) if pieces else []
 
 
-def _verdict(preview: object, budget: float | None, width: int) -> list[Text | str]:
-    chosen = pick(preview, "recommended")
-    if pick(preview, "fits") is False or chosen is None:
-        text = Text("nothing fits" + ("" if budget is None else f" in {gib(float(budget))}"), "bold red")
-        advice = pick(preview, "advice", "hint")
+def _verdict(preview: Any, budget: float | None, width: int) -> list[Text | str]:
+    chosen = preview.recommended
+    if preview.fits is False or chosen is None:
+        text = Text("nothing fits" + ("" if budget is None else f" in {gib(budget)}"), "bold red")
+        advice = preview.advice
         return [text, *(wrapped("", [clean(advice)], width) if advice else [])]
-    pieces = [*settings(chosen), f"predicted peak {gib(float(pick(chosen, 'peak_gib')))}"]
+    pieces = [*settings(chosen), f"predicted peak {gib(chosen['peak_gib'])}"]
     first, *rest = paragraph("> recommended: ", ", ".join(pieces), width)
     return [Text.assemble((">", "bold"), first[1:]), *rest]
 
 
-def _own_rows(preview: object, width: int) -> list[str]:
+def _own_rows(preview: Any, width: int) -> list[str]:
     """The data set's own row lengths, and remarks."""
     lines = []
-    for row in pick(preview, "lengths", default=()):
-        pieces = [f"{clean(pick(row, 'name'))} row, {count(pick(row, 'tokens'))} tokens"]
-        peak = pick(row, "peak_gib")
-        pieces.append("doesn't fit" if peak is None else f"peak {gib(float(peak))}")
+    for row in preview.lengths:
+        pieces = [f"{clean(row['name'])} row, {count(row['tokens'])} tokens"]
+        peak = row.get("peak_gib")
+        pieces.append("doesn't fit" if peak is None else f"peak {gib(peak)}")
         lines += wrapped("data", pieces, width)
-    return lines + [
-        line for note in pick(preview, "notes", default=()) for line in wrapped("note:", [clean(note)], width)
-    ]
+    return lines + [line for note in preview.notes for line in wrapped("note:", [clean(note)], width)]
 
 
-def _measured(preview: object, width: int) -> list[str]:
+def _measured(preview: Any, width: int) -> list[str]:
     """One real step against its estimate."""
-    step = pick(preview, "measured")
+    step = preview.measured
     if not step:
         return []
-    peaks = [f"predicted {gib(float(pick(step, 'predicted_gib')))}", f"measured {gib(float(pick(step, 'peak_gib')))}"]
-    lines = wrapped("step", [*peaks, f"error {float(pick(step, 'error')):+.1%}"], width)
-    for name, phase in (pick(step, "phases", default={}) or {}).items():
-        pieces = [clean(name), gib(float(pick(phase, "peak_gib"))), f"{float(pick(phase, 'seconds')):.2f} s"]
+    peaks = [f"predicted {gib(step['predicted_gib'])}", f"measured {gib(step['peak_gib'])}"]
+    lines = wrapped("step", [*peaks, f"error {step['error']:+.1%}"], width)
+    for name, phase in step["phases"].items():
+        pieces = [clean(name), gib(phase["peak_gib"]), f"{phase['seconds']:.2f} s"]
         lines += wrapped("", pieces, width)
     return lines
 
 
-def _keeps(options: Sequence[object]) -> bool:
-    return any(pick(option, "keep") for option in options)
+def _keeps(options: Sequence[Mapping[str, Any]]) -> bool:
+    return any(option.get("keep") for option in options)
 
 
-def _identity(option: object) -> tuple[Any, ...]:
-    return tuple(pick(option, key) for key in ("backward", "segment_size", "head_chunk", "keep", "peak_gib"))
+def _identity(option: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(option.get(key) for key in ("backward", "segment_size", "head_chunk", "keep", "peak_gib"))
 
 
-def _phases(option: object) -> dict[str, float]:
-    phases: Mapping[str, Any] = pick(option, "phases", default={}) or {}
-    return {str(name): float(amount) for name, amount in phases.items()}
+def _phases(option: Mapping[str, Any]) -> dict[str, float]:
+    phases: Mapping[str, Any] = option["phases"]
+    return {str(name): amount for name, amount in phases.items()}
 
 
-def _fits(option: object, budget: float | None) -> bool | None:
-    told = pick(option, "fits")
+def _fits(option: Mapping[str, Any], budget: float | None) -> bool | None:
+    told = option.get("fits")
     if told is not None or budget is None:
         return told
-    return float(pick(option, "peak_gib")) <= budget
+    return option["peak_gib"] <= budget
 
 
-def _longest(option: object) -> int | None:
-    return pick(option, "longest", "longest_seq", "longest_context")
+def _longest(option: Mapping[str, Any]) -> int | None:
+    return option.get("longest")
 
 
 def _count(number: Any) -> str:
