@@ -15,7 +15,7 @@ GATES = {"near 0": -4.0, "mixed": 1.0, "near 1": 9.0}
 
 def sized(chunk, chunks=2):
     """Groups of so many chunks for the shapes here."""
-    return Sizes(chunk, 4 * BATCH * HEADS * (KEY + VALUE) * chunk * chunks)
+    return Sizes(chunk, 4 * BATCH * HEADS * (2 * KEY + VALUE) * chunk * chunks)
 
 
 def inputs(tokens, *, channels=False, gate="mixed", repeated=False, dtype=mx.float32):

@@ -21,7 +21,9 @@ from segtrain.models.plain import PlainForward
 from segtrain.models.recurrences import DOORS, RESTARTS
 from segtrain.models.stack import LayerStack
 from segtrain.models.stream_ops import stream_ops
+from segtrain.recurrence import gated_delta as delta_module
 from segtrain.recurrence.short_conv import depthwise
+from segtrain.recurrence.sizes import Sizes
 
 CHANNELS = 6
 
@@ -218,6 +220,23 @@ def test_a_response_that_goes_on_from_the_other_is_seen(name: str):
     assert tiny.relative(expected.grads, shared.step(shared_prefix(*rows)).grads) < 1e-5
     with one_after_the_other(name):
         assert tiny.relative(expected.grads, shared.step(shared_prefix(*rows)).grads) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
+def test_rows_of_many_groups(name: str, monkeypatch: pytest.MonkeyPatch):
+    """mlx-lm's own loss and its loop over tokens, and two streams of it, against groups of two tokens."""
+    for backend in delta_module.SIZES:
+        monkeypatch.setitem(delta_module.SIZES, backend, Sizes(2, 1))
+    model = tiny_configs.build(name)
+    lora = tiny.attach(model)
+    stack = LayerStack(model)
+    _, expected = tiny.mlx_lm_gradients(model, lora, tiny.tokens(18), 6)
+    sft = SegmentedBackward(stack, lora, objectives.sft).step(tiny.row(18, 6))
+    assert tiny.relative(expected, sft.grads) < 1e-5
+    rows = tiny.tokens(9, 1), tiny.tokens(7, 2), tiny.tokens(8, 3)
+    expected = FullBackward(PlainForward(stack), lora, objectives.orpo()).step(pair(*rows)).grads
+    shared = SegmentedBackward(stack, lora, objectives.orpo()).step(shared_prefix(*rows))
+    assert tiny.relative(expected, shared.grads) < 1e-5
 
 
 def test_like_hybrid_layers_share_one_function():

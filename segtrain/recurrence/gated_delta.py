@@ -79,7 +79,8 @@ def gated_delta(
     if state is None:
         state = mx.zeros((B, heads, Dv, k.shape[-1]), mx.float32)
     sizes = sizes or on_device(SIZES)
-    group = group_tokens(sizes, B * heads * (k.shape[-1] + Dv))
+    gates = log_decay.shape[-1] if log_decay.ndim == 4 else 1
+    group = group_tokens(sizes, B * heads * (k.shape[-1] + Dv + gates))
     chunk = partial(_group, sizes.chunk)
     return scan(chunk, [q, k, v, log_decay, beta], state.astype(mx.float32), group=group)
 
