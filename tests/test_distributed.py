@@ -348,6 +348,7 @@ def test_through_mlx_launch(folder: Path, sft_alone: Path) -> None:
 
 
 @pytest.mark.skipif(not LAUNCH.exists(), reason="mlx.launch isn't beside this Python")
+@pytest.mark.slow
 def test_ctrl_c_and_resume_through_mlx_launch(folder: Path) -> None:
     """Ctrl-C goes to the launcher and to both ranks: they save together; the resumed run ends as one process would."""
     changes = {"train__steps": 30, "output__save_every": 10, "output__eval_every": 15}

@@ -15,7 +15,7 @@ import pytest
 import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_losses import trl_orpo
+from test_objectives import trl_orpo
 
 from segtrain.engine import objectives
 from segtrain.engine.backward import FullBackward, SegmentedBackward, Step
