@@ -178,12 +178,12 @@ def test_a_tile_of_many_heads_is_taken_in_parts():
     window=st.none() | st.integers(1, 1000),
     tile=st.integers(1, 1 << 22),
 )
-def test_spans_cover_every_visible_pair_within_the_tile(rows, before, heads, window, tile):
+def test_tiles_cover_every_visible_pair_within_their_size(rows, before, heads, window, tile):
     part = blocks.Part(mx.zeros((1, heads, 1, rows, 1)), mx.zeros((1, heads, rows + before, 1)), None, None)
-    spans = list(blocks.Blocks(1.0, window, tile_bytes=tile).spans(part))
-    assert [s.start for s in spans] == [0, *(s.stop for s in spans[:-1])]
-    assert spans[-1].stop == rows
-    for s in spans:
+    tiles = list(blocks.Blocks(1.0, window, tile_bytes=tile).tiles(part))
+    assert [s.start for s in tiles] == [0, *(s.stop for s in tiles[:-1])]
+    assert tiles[-1].stop == rows
+    for s in tiles:
         assert s.last == before + s.stop
         assert s.first == (0 if window is None else max(0, before + s.start - window + 1))
         size = 4 * heads * (s.stop - s.start) * (s.last - s.first)

@@ -28,7 +28,7 @@ MIN_ROWS = 16  # of a block, however many keys it sees
 GOOD_ROWS = 128  # a part takes fewer heads rather than blocks shorter than this
 
 
-class Span(NamedTuple):
+class Tile(NamedTuple):
     """Rows `start..stop-1` and the keys `first..last-1` that any of them sees; row i is key `before + i`."""
 
     start: int
@@ -84,9 +84,9 @@ class Blocks:
         sums: list[mx.array] = []
         for part in self.parts(q, k, v, sinks):
             blocks: list[tuple[mx.array, mx.array]] = []
-            for span in self.spans(part):
+            for tile in self.tiles(part):
                 wait = list(blocks[-1]) if blocks else outs[-1:]
-                blocks.append(self._forward_block(part, span, wait))
+                blocks.append(self._forward_block(part, tile, wait))
             outs.append(mx.concatenate([out for out, _ in blocks], axis=3).astype(q.dtype))
             sums.append(mx.concatenate([total for _, total in blocks], axis=3))
         return _heads(outs), _heads(sums)
@@ -128,7 +128,7 @@ class Blocks:
             sink = None if sinks is None else _float(sinks).reshape(groups, repeats, 1, 1)[heads]
             yield Part(queries[:, heads], _plain(k[:, heads]), _plain(v[:, heads]), sink)
 
-    def spans(self, part: Part) -> Iterator[Span]:
+    def tiles(self, part: Part) -> Iterator[Tile]:
         """Blocks of rows, each with at most `tile_bytes` of scores."""
         batch, groups, repeats, rows, _ = part.q.shape
         before = part.k.shape[2] - rows
@@ -139,13 +139,13 @@ class Blocks:
             # C rows see seen + C keys: the positive root of C * (seen + C) = area.
             count = int((math.sqrt(seen * seen + 4 * area) - seen) / 2) // MIN_ROWS * MIN_ROWS
             stop = min(rows, start + max(count, MIN_ROWS))
-            yield Span(start, stop, before + start - seen, before + stop, before)
+            yield Tile(start, stop, before + start - seen, before + stop, before)
             start = stop
 
-    def _forward_block(self, part: Part, span: Span, wait: list[mx.array]) -> tuple[mx.array, mx.array]:
+    def _forward_block(self, part: Part, tile: Tile, wait: list[mx.array]) -> tuple[mx.array, mx.array]:
         """Output [B, G, R, C, Dv] and logsumexp [B, G, R, C, 1] of a block, computed after `wait`."""
-        (q,) = _after([part.q[..., span.start : span.stop, :]], wait)
-        scores, _ = self._scores(_rows(q), part.k, span, q.shape[2])
+        (q,) = _after([part.q[..., tile.start : tile.stop, :]], wait)
+        scores, _ = self._scores(_rows(q), part.k, tile, q.shape[2])
         top = scores.max(axis=-1, keepdims=True)
         if part.sinks is not None:
             top = mx.maximum(top, part.sinks)
@@ -153,7 +153,7 @@ class Blocks:
         total = weights.sum(axis=-1, keepdims=True)
         if part.sinks is not None:
             total = total + self._exp(part.sinks - top)
-        out = (_flat(weights) @ part.v[:, :, span.first : span.last]).reshape(*q.shape[:-1], -1)
+        out = (_flat(weights) @ part.v[:, :, tile.first : tile.last]).reshape(*q.shape[:-1], -1)
         return out / total, top + mx.log(total)
 
     def _backward_part(
@@ -162,21 +162,21 @@ class Blocks:
         """Cotangents of a part's q [B, G, R, T, D], k and v in float32."""
         dk, dv = mx.zeros(part.k.shape, mx.float32), mx.zeros(part.v.shape, mx.float32)
         dqs: list[mx.array] = []
-        for span in self.spans(part):
-            block = [x[..., span.start : span.stop, :] for x in (part.q, do, sums, delta)]
-            dq, dk_block, dv_block = self._backward_block(part, span, *_after(block, wait))
+        for tile in self.tiles(part):
+            block = [x[..., tile.start : tile.stop, :] for x in (part.q, do, sums, delta)]
+            dq, dk_block, dv_block = self._backward_block(part, tile, *_after(block, wait))
             dqs.append(dq)
-            dk, dv = _added(dk, span, dk_block), _added(dv, span, dv_block)
+            dk, dv = _added(dk, tile, dk_block), _added(dv, tile, dv_block)
             wait = [dq, dk, dv]
         return mx.concatenate(dqs, axis=3), dk, dv
 
     def _backward_block(
-        self, part: Part, span: Span, q: mx.array, do: mx.array, sums: mx.array, delta: mx.array
+        self, part: Part, tile: Tile, q: mx.array, do: mx.array, sums: mx.array, delta: mx.array
     ) -> tuple[mx.array, mx.array, mx.array]:
         """What a block adds to the cotangents: dq [B, G, R, C, D], dk [B, G, K, D], dv [B, G, K, Dv]."""
         rows, drows = _rows(q), _rows(do)
-        keys, values = part.k[:, :, span.first : span.last], part.v[:, :, span.first : span.last]
-        scores, capped = self._scores(rows, part.k, span, q.shape[2])
+        keys, values = part.k[:, :, tile.first : tile.last], part.v[:, :, tile.first : tile.last]
+        scores, capped = self._scores(rows, part.k, tile, q.shape[2])
         weights = self._exp(scores - sums)
         slope = (drows @ values.swapaxes(-1, -2)).reshape(weights.shape)
         dscores = weights * (slope - delta)
@@ -186,18 +186,18 @@ class Blocks:
         dq = ((dscores @ keys) * self.scale).reshape(q.shape)
         return dq, dscores.swapaxes(-1, -2) @ (rows * self.scale), _flat(weights).swapaxes(-1, -2) @ drows
 
-    def _scores(self, rows: mx.array, k: mx.array, span: Span, repeats: int) -> tuple[mx.array, mx.array | None]:
+    def _scores(self, rows: mx.array, k: mx.array, tile: Tile, repeats: int) -> tuple[mx.array, mx.array | None]:
         """Masked scores [B, G, R, C, K], and the capped ones before the mask where there is a soft-cap."""
-        scores = (rows * self.scale) @ k[:, :, span.first : span.last].swapaxes(-1, -2)
+        scores = (rows * self.scale) @ k[:, :, tile.first : tile.last].swapaxes(-1, -2)
         scores = scores.reshape(*scores.shape[:2], repeats, -1, scores.shape[-1])
         capped = None
         if self.softcap is not None:
             scores = capped = self.softcap * mx.tanh(scores / self.softcap)
-        return scores + self._bias(span), capped
+        return scores + self._bias(tile), capped
 
-    def _bias(self, span: Span) -> mx.array:
-        rows = mx.arange(span.before + span.start, span.before + span.stop)
-        distance = rows[:, None] - mx.arange(span.first, span.last)[None]
+    def _bias(self, tile: Tile) -> mx.array:
+        rows = mx.arange(tile.before + tile.start, tile.before + tile.stop)
+        distance = rows[:, None] - mx.arange(tile.first, tile.last)[None]
         visible = distance >= 0
         if self.window is not None:
             visible &= distance < self.window
@@ -240,7 +240,7 @@ def _flat(x: mx.array) -> mx.array:
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _added(total: mx.array, span: Span, part: mx.array) -> mx.array:
+def _added(total: mx.array, tile: Tile, part: mx.array) -> mx.array:
     if part.shape[2] == total.shape[2]:
         return total + part
-    return total.at[:, :, span.first : span.last].add(part)
+    return total.at[:, :, tile.first : tile.last].add(part)
