@@ -190,10 +190,10 @@ def plan_segments(
         parse_bytes(budget)
     loaded = _load(recipe, set_, "plan-segments") if recipe else None
 
-    from segtrain.memory.backends import set_buffers
+    from segtrain.run.environment import prepare
     from segtrain.run.preview import preview
 
-    set_buffers(os.environ, seq or (loaded.data.max_seq_length if loaded else 0))  # as a training run does
+    prepare(os.environ, longest=seq or (loaded.data.max_seq_length if loaded else 0))  # as a training run does
     found = preview(loaded, model=model, seq=seq, budget=budget, measure=measure)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
@@ -245,6 +245,7 @@ def verify_grads(recipe: RecipeFile = None, set_: Set = None, debug: Debug = Fal
     On a short row of your own data, module by module. Exit code 1: they differ.
     """
     loaded = _load(recipe, set_, "verify-grads")
+    _prepare(exact=True)
     from segtrain.run.verify import verify_gradients
     from segtrain.terminal.progress import print_verify
 
@@ -323,6 +324,7 @@ def doctor(
     if recipe is None and set_:
         raise UserError("--set changes a recipe, and none is given")
     loaded = _load(recipe, set_, "doctor") if recipe else None
+    _prepare()
     from segtrain.run.doctor import doctor as examine
     from segtrain.terminal.progress import print_doctor
 
@@ -340,6 +342,7 @@ def bench(debug: Debug = False) -> int:
 
     Kinds of attention, dense copies of quantised weights, look-ahead. Takes less than two minutes.
     """
+    _prepare()
     from segtrain.run.bench import bench as measure
     from segtrain.terminal.progress import print_bench
 
@@ -433,6 +436,13 @@ def _load(recipe: Path | None, changes: list[str] | None, command: str) -> "Reci
     return loaded
 
 
+def _prepare(*, exact: bool = False) -> None:
+    """Set what mlx reads when it is imported."""
+    from segtrain.run.environment import prepare
+
+    prepare(os.environ, exact=exact)
+
+
 def _require_command(recipe: "Recipe", path: Path, command: str) -> None:
     """Raises UserError where the recipe names a loss (`training_mode`) that the command doesn't train."""
     asked = recipe.asked_loss
@@ -443,9 +453,9 @@ def _require_command(recipe: "Recipe", path: Path, command: str) -> None:
 
 
 def _train(loss: str, recipe: "Recipe", *, dry_run: bool, **flags: bool) -> int:
-    from segtrain.memory.backends import set_buffers
+    from segtrain.run.environment import prepare
 
-    set_buffers(os.environ, recipe.data.max_seq_length)  # before anything imports mlx
+    prepare(os.environ, longest=recipe.data.max_seq_length)  # before anything imports mlx
     from segtrain.parallel.ranks import join
     from segtrain.run.logging_backends import require
     from segtrain.run.trainer import Trainer

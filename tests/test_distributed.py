@@ -191,6 +191,13 @@ def lose(rank: BaseProcess, how: str, log: Path) -> None:
     assert ended(rank) == 130
 
 
+def test_ranks_of_one_host_share_its_memory(folder: Path) -> None:
+    path = recipe_file(folder, "sharing", "sft", 1, engine={"backward": "auto"})
+    ranks = start_ranks(["sft", str(path), "--dry-run"], path.parent)
+    assert [ended(rank) for rank in ranks] == [0, 0]
+    assert "2 ranks share this machine's memory: each plans for" in (path.parent / "rank-0.log").read_text()
+
+
 def test_ranks_with_different_recipes_are_refused(folder: Path) -> None:
     ports = free_ports(2)
     hosts = folder / "two-recipes.json"

@@ -27,12 +27,16 @@ LOST = "the exchange with the other ranks failed ({error}): one of them has ende
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among `size` ranks. All ranks must call the same methods in the same order."""
+    """This process's place among `size` ranks, `local` of them on this host.
+
+    All ranks must call the same methods in the same order.
+    """
 
     rank: int = 0
     size: int = 1
     lifeline: Lifeline | None = field(default=None, compare=False)
     notices: tuple[str, ...] = ()
+    local: int = 1
 
     @property
     def writes(self) -> bool:
@@ -125,15 +129,17 @@ def join() -> Ranks:
     if group.size() == 1:
         return Ranks()
     alone = Ranks(group.rank(), group.size())
+    hosts = alone.gather(socket.gethostname())
+    local = hosts.count(hosts[alone.rank])
     peers, problem = _peers(alone)
     _, (unconnected,) = alone.sum({}, [bool(problem)])  # all of them, or none
     if not unconnected:
-        return Ranks(alone.rank, alone.size, Lifeline(peers))
+        return Ranks(alone.rank, alone.size, Lifeline(peers), local=local)
     for peer in peers.values():
         peer.close()
     reason = f" ({problem})" if problem else ""
     notice = f"the ranks have no connection that shows a lost one{reason}: if one dies, the others may wait for ever"
-    return Ranks(alone.rank, alone.size, None, (notice,))
+    return Ranks(alone.rank, alone.size, None, (notice,), local)
 
 
 def _pieces(x: float) -> list[float]:

@@ -218,6 +218,7 @@ class EngineRecipe(Section):
     dequantize: Annotated[Any, _one_of("auto", True, False)] = "auto"  # work on a dense copy of a segment's weights
     prefix_sharing: bool = True
     memory_budget: str = "auto"
+    wired: bool = True  # Metal: what is in use may not be paged out
 
     @property
     def budget_bytes(self) -> int | None:

@@ -9,7 +9,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from segtrain.attention import dispatch
@@ -24,6 +24,7 @@ from segtrain.memory.device import MARGIN, default_budget
 from segtrain.memory.meter import GIB, Meter, frozen_bytes, recommended_bytes, set_limits
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
+from segtrain.models.tokenwise import FORWARD
 from segtrain.run.session import Session
 
 BUCKETS = 8  # lengths are rounded up to an eighth of a power of two, so that plans (and traces) are few
@@ -86,17 +87,24 @@ class Creep:
         )
 
 
+LONG_KERNEL = 8192  # tokens: products over more are cut on Metal
+
+
 class Planner:
     """Chooses plans and hands out the backward passes that run them."""
 
-    def __init__(self, session: Session, meter: Meter, backend: Backend | None = None):
+    def __init__(self, session: Session, meter: Meter, backend: Backend | None = None, sharing: int = 1):
+        """`sharing`: ranks of this host, which share its memory unless each has a GPU of its own."""
         self.session, self.meter = session, meter
         self.backend = backend or _backend()
         engine = session.recipe.engine
-        self.budget = engine.budget_bytes or _device_budget(self.backend)
+        self.budget = engine.budget_bytes or _device_budget(self.backend, sharing)
         self.chooser = _chooser(session, self.backend)
         self.watch, self.creep = Watch(), Creep()
         self.notices: list[Notice] = []
+        if sharing > 1 and not engine.budget_bytes and self.backend.name != "cuda":
+            text = f"{sharing} ranks share this machine's memory: each plans for {_gib(self.budget / GIB)}"
+            self.notices.append(Notice(text))
         self._held = 0
         self._options: dict[RowShape, Option] = {}
         self._backwards: dict[Plan, Backward] = {}
@@ -164,7 +172,7 @@ class Planner:
                 raise RunFailed(self._refusal(row))
             if found is None:
                 return self.chooser.leanest(row)
-            self._options[row] = found
+            self._options[row] = in_short_kernels(found, row, self.backend)
         return self._options[row]
 
     def _smaller(self, row: RowShape) -> Option | None:
@@ -206,9 +214,24 @@ def _backend() -> Backend:
     return machine.steered(with_buffers(row, os.environ))
 
 
-def _device_budget(backend: Backend) -> int:
+def _device_budget(backend: Backend, sharing: int = 1) -> int:
+    """What the device recommends, for each of the ranks that share it. On CUDA each has a GPU of its own."""
     recommended = recommended_bytes()
-    return int(MARGIN * recommended) if recommended else default_budget(backend)
+    whole = int(MARGIN * recommended) if recommended else default_budget(backend)
+    return whole if backend.name == "cuda" else whole // sharing
+
+
+def in_short_kernels(option: Option, row: RowShape, backend: Backend) -> Option:
+    """`option` with the MLP in chunks where one of its products over all tokens would keep a Mac's display waiting.
+
+    The system's watchdog ends a process whose kernels take seconds. 8,192 tokens of an 8B model's MLP are 1 TFLOP, and
+    the slowest Macs do 2 to 3 a second. Chunks take less memory than planned, not more.
+    """
+    plan = option.plan
+    if backend.name != "metal" or plan.backward == "full" or max(row.streams) <= LONG_KERNEL:
+        return option
+    rows = LONG_KERNEL // FORWARD  # the forward pass takes chunks so many times as long
+    return replace(option, plan=replace(plan, mlp_rows=min(rows, plan.mlp_rows or rows)))
 
 
 def _chooser(session: Session, backend: Backend) -> Chooser:

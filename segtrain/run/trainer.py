@@ -6,6 +6,7 @@ determine the rest of the run, to the bit.
 """
 
 import math
+import os
 import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from segtrain.models.load import load
 from segtrain.models.support import why_unproven
 from segtrain.parallel.ranks import Ranks, join
 from segtrain.recipe.schema import Recipe
+from segtrain.run.environment import compiles_kernels
 from segtrain.run.guards import Growth, check_update
 from segtrain.run.keeper import Keeper
 from segtrain.run.optimizer import Optimizer
@@ -32,6 +34,7 @@ from segtrain.run.updates import Update, Updates
 from segtrain.run.validation import Validation
 from segtrain.run.verdict import verdict
 from segtrain.run.verify import check_unproven
+from segtrain.run.wired import wired
 from segtrain.signals import StopRequest
 from segtrain.storage.checkpoint import Checkpoint
 from segtrain.storage.run_directory import RunDirectory
@@ -94,7 +97,7 @@ class _Loop:
         self.steps = total_steps(self.recipe, data, ranks.size)
         optimizer = Optimizer(self.recipe.train, self.steps)
         self.meter = Meter(run.append_memory if run else None)
-        self.planner = Planner(session, self.meter)
+        self.planner = Planner(session, self.meter, sharing=ranks.local)
         choose = self.planner.backward
         self.updates = Updates(session, data.train, choose, optimizer, ranks, self.meter)
         self.validation = Validation(session, data.valid, choose, self.updates) if data.valid is not None else None
@@ -138,7 +141,8 @@ class _Loop:
             yield self._ended("done")
             return
         yield from self._accept(found)
-        reason = yield from self._train()
+        with wired(self.planner.budget, wanted=self.recipe.engine.wired):
+            reason = yield from self._train()
         yield self._ended(reason)
 
     def _resume(self) -> Generator[Event, None, Checkpoint | None]:
@@ -173,6 +177,8 @@ class _Loop:
             )
             return "done"
         stopped = yield from self._after_step(saved=True)
+        if not stopped and compiles_kernels(os.environ):
+            yield Notice("compiling kernels, once: the first update takes a minute or so longer than the next ones")
         while self.state.step < self.steps and not stopped:
             stopped = yield from self._step()
         finished = self.state.step >= self.steps and not self._evaluation_is_due()

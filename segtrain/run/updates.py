@@ -18,7 +18,7 @@ from segtrain.data.rows import PreferenceRow, Row
 from segtrain.engine.backward import Backward, Meter, Step, no_meter
 from segtrain.engine.layouts import Layout
 from segtrain.engine.objectives import LossValue
-from segtrain.errors import RunFailed
+from segtrain.errors import RunFailed, reason
 from segtrain.lora.flat import FlatArrays
 from segtrain.parallel.ranks import Ranks
 from segtrain.run.optimizer import Optimizer, clip_factor, global_norm
@@ -140,6 +140,12 @@ class Updates:
                     f"out of memory on {row.origin} ({layout.tokens} tokens): {error}; lower data.max_seq_length or "
                     "engine.memory_budget; `segtrain plan-segments` shows what would fit"
                 ) from error
+            if is_watchdog(error):
+                raise RunFailed(
+                    f"the system ended a computation of the GPU that kept the display waiting, on {row.origin} "
+                    f"({layout.tokens} tokens): {reason(error)}. Let the display sleep, keep the machine awake with "
+                    "`caffeinate -s segtrain ...`, and go on with --resume; shorter rows (data.max_seq_length) help too"
+                ) from error
             raise
 
     def _apply(self, update: Update, grads: FlatArrays) -> None:
@@ -170,6 +176,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = str(error).lower()
     words = ("out of memory", "insufficient memory", "unable to allocate", "attempting to allocate", "resource limit")
     return isinstance(error, MemoryError) or any(word in text for word in words)
+
+
+def is_watchdog(error: BaseException) -> bool:
+    """Whether the system's watchdog ended one of the GPU's command buffers (Metal's two texts)."""
+    return any(words in str(error) for words in ("Impacting Interactivity", "GPU Timeout"))
 
 
 def _finite(step: Step) -> bool:
