@@ -17,6 +17,7 @@ from segtrain.errors import RunFailed
 from segtrain.memory import machine
 from segtrain.memory.backends import BACKENDS
 from segtrain.models.quantized_check import Quantisation
+from segtrain.recurrence import gated_delta
 from segtrain.run import checks, doctor, readiness
 from segtrain.run.checks import AttentionKind, Finding
 
@@ -40,6 +41,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield
     dispatch.follow({})
+    gated_delta.follow({})
 
 
 @pytest.fixture
@@ -121,6 +123,43 @@ def test_a_wrong_recurrence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(checks.RECURRENCES, name, (cut, reference, inputs))
     assert checks.recurrence(name).fatal
+
+
+@pytest.fixture
+def delta_kernel_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This backend as one with MLX's kernel, at a small shape; as fast as `costs` says."""
+    heads = {dispatch.backend().name: {(2, 2)}, "metal": {(2, 2)}}
+    for module in (gated_delta, readiness):
+        monkeypatch.setattr(module, "FUSED_HEADS", heads)
+    monkeypatch.setattr(gated_delta, "FUSED_DIM", 16)
+    monkeypatch.setattr(checks, "_costs", lambda f, _: (1.0, 10) if f is gated_delta.fused else (2.0, 20))
+
+
+def test_a_kernel_that_is_right_and_faster_is_used(delta_kernel_here: None) -> None:
+    subject = readiness.Subject(recurrences=("gated delta rule",))
+    found = readiness.checked(subject, dispatch.backend())
+    assert readiness.keep(subject, found, {})["choices"] == {"gated_delta": "fused"}
+    assert "used: error" in found[-1].found
+    assert machine.measured(BACKENDS[dispatch.backend().name])["gated_delta"] == "fused"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("fault", ["wrong", "slow", "fails"])
+def test_a_kernel_with_a_fault_is_not_used(
+    fault: str, delta_kernel_here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernel(q: mx.array, *rest: mx.array) -> Any:
+        if fault == "fails":
+            raise ValueError("no vjp")
+        y, state = gated_delta.reference(q, *rest)
+        return y, mx.stop_gradient(state) if fault == "wrong" else state
+
+    monkeypatch.setattr(gated_delta, "fused", kernel)
+    if fault == "slow":
+        monkeypatch.setattr(checks, "_costs", lambda f, _: (3.0, 10) if f is gated_delta.fused else (2.0, 20))
+    found = checks.delta_kernel()
+    assert found.right, "chunks are used instead"
+    assert found.found.startswith("not used")
+    assert not found.choice
 
 
 def test_a_memory_limit_without_effect(monkeypatch: pytest.MonkeyPatch) -> None:

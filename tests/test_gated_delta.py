@@ -1,13 +1,15 @@
 """The gated delta rule in chunks against the same rule a token at a time, and that against mlx-lm's."""
 
+from collections.abc import Iterator
 from functools import partial
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 
-from segtrain.recurrence.gated_delta import gated_delta, reference
-from segtrain.recurrence.sizes import Sizes, group_tokens
+from segtrain.recurrence import gated_delta as gated_delta_module
+from segtrain.recurrence.gated_delta import follow, gated_delta, reference
+from segtrain.recurrence.sizes import Sizes, backend_name, group_tokens
 
 BATCH, KEY_HEADS, HEADS, KEY, VALUE = 2, 1, 2, 8, 4
 GATES = {"near 0": -4.0, "mixed": 1.0, "near 1": 9.0}
@@ -103,6 +105,39 @@ def test_no_state_is_a_state_of_zeros():
     args = inputs(20)
     zeros = [*args[:5], mx.zeros_like(args[5])]
     assert max(errors(gated_delta(*zeros), gated_delta(*args[:5]))) == 0
+
+
+@pytest.fixture
+def kernel_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """This backend as one with MLX's kernel for the shapes here; how many tokens each of its calls had."""
+    calls, original = [], mx.fast.gated_delta_update
+    monkeypatch.setattr(gated_delta_module, "FUSED_HEADS", {backend_name(): {(KEY_HEADS, HEADS)}})
+    monkeypatch.setattr(gated_delta_module, "FUSED_DIM", KEY)
+    monkeypatch.setattr(mx.fast, "gated_delta_update", lambda *x: calls.append(x[0].shape[1]) or original(*x))
+    yield calls
+    follow({})
+
+
+def square(args: list[mx.array]) -> list[mx.array]:
+    """With values as wide as keys."""
+    q, k, v, log_decay, beta, state = args
+    return [q, k, mx.concatenate([v, v], axis=-1), log_decay, beta, mx.concatenate([state, state], axis=-2)]
+
+
+def test_the_kernel_is_used_where_it_was_chosen_and_is_the_rule(kernel_here: list[int]):
+    args = square(inputs(9))
+    assert max(errors(all_of(reference, args), all_of(gated_delta, args))) < 1e-5
+    assert kernel_here == []
+    follow({"gated_delta": "fused"})
+    assert max(errors(all_of(reference, args), all_of(gated_delta, args))) < 1e-5
+    assert kernel_here == [9]
+
+
+@pytest.mark.parametrize("args", [square(inputs(9, channels=True)), inputs(9)], ids=["channels", "narrow values"])
+def test_shapes_without_a_kernel_go_in_chunks(args: list[mx.array], kernel_here: list[int]):
+    follow({"gated_delta": "fused"})
+    gated_delta(*args)
+    assert kernel_here == []
 
 
 @pytest.mark.parametrize("channels", [False, True])

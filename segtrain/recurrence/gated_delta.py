@@ -24,13 +24,14 @@ exponentials they would overflow.
 Shapes: B batch, T tokens, K key heads, R value heads for each key head, N chunks, C tokens a chunk, Dk, Dv.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from segtrain.recurrence.grouped import scan
-from segtrain.recurrence.sizes import Sizes, group_tokens, on_device
+from segtrain.recurrence.sizes import Sizes, backend_name, group_tokens, on_device
 from segtrain.recurrence.triangular import unit_lower_inverse
 
 SIZES = {
@@ -39,6 +40,34 @@ SIZES = {
     "metal": Sizes(chunk=32, group_bytes=8 << 20),
 }
 """CPU's were measured (`benchmarks/recurrences.py`). A group's work takes some twenty times its inputs' bytes."""
+
+
+FUSED_HEADS = {"metal": frozenset({(16, 16), (16, 32), (16, 64), (24, 24), (32, 32)})}
+"""By backend, the (key heads, value heads) for which `mx.fast.gated_delta_update` is a kernel that has a gradient, with
+keys and values of 128 and a decay a head; read in MLX's binary and not run. It is used where `follow` says so."""
+FUSED_DIM = 128
+
+_chosen: dict[str, Any] = {}
+
+
+def follow(choices: Mapping[str, Any]) -> None:
+    """Use MLX's kernel where it is and `segtrain doctor` chose it ("gated_delta": "fused"); {}: chunks everywhere."""
+    _chosen.clear()
+    _chosen.update(choices)
+
+
+def has_kernel(q: mx.array, v: mx.array, log_decay: mx.array) -> bool:
+    """Whether MLX has a kernel with a gradient for these shapes on the default device."""
+    heads = FUSED_HEADS.get(backend_name(), frozenset())
+    return log_decay.ndim == 3 and (q.shape[2], v.shape[2]) in heads and q.shape[3] == v.shape[3] == FUSED_DIM
+
+
+def fused(
+    q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """`gated_delta` by MLX's own function, which runs a token at a time where it has no kernel."""
+    y, state = mx.fast.gated_delta_update(q, k, v, mx.exp(log_decay), beta, state)
+    return y.astype(q.dtype), state
 
 
 def reference(
@@ -71,13 +100,16 @@ def gated_delta(
 
     - q, k [B, T, K, Dk]; v [B, T, K*R, Dv]; beta [B, T, K*R];
     - log_decay [B, T, K*R] or, for a decay per channel, [B, T, K*R, Dk]: at most 0;
-    - state: before the first token; None for zeros.
+    - state: before the first token; None for zeros;
+    - sizes: instead of the table's row of the default device.
 
     Differentiable in all of them, also through the final state. A token with log_decay 0 and beta 0 changes nothing.
     """
     B, _, heads, Dv = v.shape
     if state is None:
         state = mx.zeros((B, heads, Dv, k.shape[-1]), mx.float32)
+    if _chosen.get("gated_delta") == "fused" and not sizes and has_kernel(q, v, log_decay):
+        return fused(q, k, v, log_decay, beta, state.astype(mx.float32))
     sizes = sizes or on_device(SIZES)
     gates = log_decay.shape[-1] if log_decay.ndim == 4 else 1
     group = group_tokens(sizes, B * heads * (k.shape[-1] + Dv + gates))

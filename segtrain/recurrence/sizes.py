@@ -20,9 +20,14 @@ class Sizes:
 
 def on_device(table: Mapping[str, Sizes]) -> Sizes:
     """The row of the default device."""
+    return table[backend_name()]
+
+
+def backend_name() -> str:
+    """cpu, cuda or metal."""
     if mx.default_device() == mx.Device(mx.cpu):
-        return table["cpu"]
-    return table["metal" if mx.metal.is_available() else "cuda"]
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
 
 
 def group_tokens(sizes: Sizes, elements: int) -> int:

@@ -35,6 +35,7 @@ class Finding:
     does: str = ""
     can: str = ""
     fatal: bool = False  # segtrain has no other form: gradients would be wrong
+    choice: str = ""  # the faster form that this check allows, as NAME=FORM
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,46 @@ def recurrence(name: str) -> Finding:
     return Finding(name, right, f"error {error:.1e} at most", can=can, fatal=not right)
 
 
+KERNEL_TOKENS = 1024
+
+
+def delta_kernel() -> Finding:
+    """MLX's kernel for the gated delta rule against chunks: used if it is right, faster, and takes no more memory."""
+    name = "kernel of the gated delta rule"
+    try:
+        error = max(
+            _error(a, b)
+            for a, b in zip(
+                *(_differentiated(f, _kernel_inputs(TOKENS)) for f in (gated_delta.fused, gated_delta.reference)),
+                strict=True,
+            )
+        )
+        arrays = _kernel_inputs(KERNEL_TOKENS)
+        (seconds, memory), (chunk_seconds, chunk_memory) = (
+            _costs(f, arrays) for f in (gated_delta.fused, gated_delta.gated_delta)
+        )
+    except (RuntimeError, ValueError) as failure:
+        return Finding(name, True, f"not used, it fails: {reason(failure)}")
+    better = error <= TOLERANCE[mx.bfloat16] and seconds < chunk_seconds and memory <= chunk_memory
+    found = f"error {error:.1e}, {seconds:.3f} s and {memory / 2**20:.0f} MiB for {KERNEL_TOKENS} tokens"
+    text = f"{found}; in chunks {chunk_seconds:.3f} s and {chunk_memory / 2**20:.0f} MiB"
+    return Finding(name, True, f"{'used' if better else 'not used'}: {text}", choice="gated_delta=fused" * better)
+
+
+def _costs(function: Callable[..., Any], arrays: Arrays) -> tuple[float, int]:
+    """Seconds and bytes of value and gradient, after a first time that compiles."""
+    mx.eval(arrays, _differentiated(function, arrays))
+    begun = time.perf_counter()
+    memory = peak(lambda: _differentiated(function, arrays))
+    return time.perf_counter() - begun, memory
+
+
+def _kernel_inputs(tokens: int) -> Arrays:
+    """At the largest model's shape that has a kernel."""
+    q, k, v, log_decay, beta, _ = _delta_inputs(tokens, *max(gated_delta.FUSED_HEADS["metal"]), gated_delta.FUSED_DIM)
+    return [*(x.astype(mx.bfloat16) for x in (q, k, v)), log_decay, beta, mx.zeros((1, v.shape[2], *[v.shape[3]] * 2))]
+
+
 def memory_limit() -> Finding:
     """Whether allocations over the limit wait for work that runs, as the plan counts on."""
     name = "memory limit"
@@ -247,15 +288,15 @@ def _uniform(*shape: int, seed: int, low: float, high: float) -> mx.array:
 TOKENS = 70  # more than a chunk, and no multiple of one
 
 
-def _delta_inputs() -> Arrays:
-    k = _normal(1, TOKENS, 1, 16, seed=1)
+def _delta_inputs(tokens: int = TOKENS, key_heads: int = 1, heads: int = 2, dim: int = 16) -> Arrays:
+    k = _normal(1, tokens, key_heads, dim, seed=1)
     return [
-        _normal(1, TOKENS, 1, 16, seed=0) / 4,
+        _normal(1, tokens, key_heads, dim, seed=0) / dim**0.5,
         k / mx.linalg.norm(k, axis=-1, keepdims=True),
-        _normal(1, TOKENS, 2, 16, seed=2),
-        -_uniform(1, TOKENS, 2, seed=3, low=0.01, high=1.0),
-        _uniform(1, TOKENS, 2, seed=4, low=0.0, high=1.0),
-        _normal(1, 2, 16, 16, seed=5),
+        _normal(1, tokens, heads, dim, seed=2),
+        -_uniform(1, tokens, heads, seed=3, low=0.01, high=1.0),
+        _uniform(1, tokens, heads, seed=4, low=0.0, high=1.0),
+        _normal(1, heads, dim, dim, seed=5),
     ]
 
 

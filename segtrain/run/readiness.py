@@ -17,6 +17,8 @@ from segtrain.errors import RunFailed
 from segtrain.memory import machine, shapes
 from segtrain.memory.backends import BACKENDS
 from segtrain.models.quantized_check import Quantisation, quantisations
+from segtrain.recurrence import gated_delta
+from segtrain.recurrence.gated_delta import FUSED_HEADS
 from segtrain.run import checks
 from segtrain.run.checks import AttentionKind, Finding
 
@@ -68,7 +70,9 @@ def ready(loaded: "Loaded") -> list[str]:
             raise RunFailed(f"mlx {machine.mlx_version()} on this machine: {fatal.name}: {fatal.found}; {fatal.can}")
         kept = keep(subject, found, kept)
     measured = machine.measured(BACKENDS[dispatch.backend().name])  # type: ignore[index]
-    dispatch.follow({**measured, **kept.get("choices", {})})
+    choices = {**measured, **kept.get("choices", {})}
+    dispatch.follow(choices)
+    gated_delta.follow(choices)
     fused = any(kind.form(table()) != "blocks" for kind in subject.attention)
     if not (fused and kept.get("wrong")):
         return []
@@ -82,7 +86,10 @@ def checked(subject: Subject, rows: dispatch.Backend, *, everything: bool = Fals
         if everything or kind.form(rows) != "blocks":
             found += _attention(kind, rows)
     found += map(checks.quantised_products, subject.quantised)
-    return found + list(map(checks.recurrence, subject.recurrences))
+    found += map(checks.recurrence, subject.recurrences)
+    if subject.recurrences and dispatch.backend().name in FUSED_HEADS:
+        found.append(checks.delta_kernel())
+    return found
 
 
 def _attention(kind: AttentionKind, rows: dispatch.Backend) -> list[Finding]:
@@ -118,12 +125,13 @@ def keep(subject: Subject, found: Sequence[Finding], kept: Mapping[str, Any]) ->
     if any(finding.fatal for finding in found):
         return kept
     wrong = next((f"{finding.name}: {finding.found}" for finding in found if not finding.right), kept.get("wrong", ""))
+    chosen = {**kept.get("choices", {}), **dict(f.choice.split("=") for f in found if f.choice)}
     content: dict[str, Any] = {
         "backend": dispatch.backend().name,
         "mlx": machine.mlx_version(),
         "checked": sorted({*kept.get("checked", []), _key(subject)}),
         "wrong": wrong,
-        "choices": {"attention": "blocks"} if wrong else {},
+        "choices": {**chosen, **({"attention": "blocks"} if wrong else {})},
     }
     with suppress(OSError):  # a cache that can't be written: checked again next time
         machine.write(machine.findings_path(), content)
