@@ -299,7 +299,8 @@ def joins(codec: Codec, floor: int, cut: int, *texts: str) -> bool:
         tail = text[floor : cut + _SHOWN]
         if codec.splits_token(text, cut):
             return False
-        if codec.ids(tail[: cut - floor]) + codec.ids(tail[cut - floor :]) != codec.ids(tail):
+        head = codec.ids(tail[: cut - floor])
+        if codec.ids(tail)[: len(head)] != head:
             return False
     return True
 
