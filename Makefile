@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
 LOCK := requirements-dev.lock
 
-.PHONY: setup test nightly optional lint build lock quickstart clean
+.PHONY: setup test doctor nightly optional lint build lock quickstart clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,10 @@ $(STAMP): pyproject.toml $(LOCK)
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow" -n 2
+
+# Is what segtrain relies on right on this machine?
+doctor: setup
+	$(BIN)/segtrain doctor
 
 nightly: setup
 	$(BIN)/python -m pytest -n 2

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
@@ -113,3 +114,12 @@ def test_the_pythons_are_those_of_the_classifiers() -> None:
     named = {text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d", text)}
     assert named == set(PYTHONS)
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
+
+
+def test_the_workflow_calls_targets_that_exist_on_every_python() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
+    assert set(jobs["linux"]["strategy"]["matrix"]["python"]) == set(PYTHONS)
+    called = {step["run"].split()[1] for job in jobs.values() for step in job["steps"] if "run" in step}
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert called == {"lint", "test", "doctor", "quickstart"}
+    assert called <= targets
