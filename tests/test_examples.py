@@ -272,6 +272,7 @@ def test_preferences_are_learnt(tmp_path: Path) -> None:
     assert 0 <= after["accuracy"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_root")
 def test_long_documents_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example's own script and recipe, with documents of some 500 tokens."""
@@ -287,6 +288,7 @@ def test_long_documents_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert after["loss"] < before["loss"] - 0.02
 
 
+@pytest.mark.slow
 def test_two_processes_write_one_run(tmp_path: Path) -> None:
     scripts = Path(sys.executable).parent
     path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
