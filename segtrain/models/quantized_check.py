@@ -1,4 +1,4 @@
-"""A start-up check of MLX's quantised product at the few row counts where it has been wrong.
+"""A check of MLX's quantised product at the few row counts where it has been wrong.
 
 Autodiff of a quantised linear layer multiplies by the weights untransposed, and a released MLX did that wrongly at 2
 and 3 rows on one backend: gradients of short rows and of a loss head's last chunk were wrong without a word. It is
@@ -9,13 +9,10 @@ What is looked for is a wrong result, not rounding: the fault was of the order o
 CUDA and recent Apple GPUs multiply float32) rounds by 1e-3, and MLX's CPU backend, which sums in bfloat16, by 5e-2.
 """
 
-from importlib.metadata import version
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-
-from segtrain.errors import RunFailed
 
 ROWS = range(1, 6)
 INNER, OUTER = 2048, 256
@@ -28,16 +25,6 @@ class Quantisation(NamedTuple):
     group_size: int
     bits: int
     mode: str
-
-
-def check_quantized_products(model: nn.Module) -> None:
-    """Raises RunFailed where this machine's quantised products differ from dense ones; nothing for a dense model."""
-    for kind in sorted(quantisations(model)):
-        if wrong := wrong_rows(kind):
-            raise RunFailed(
-                f"mlx {version('mlx')} multiplies {kind.bits}-bit weights wrongly at {', '.join(map(str, wrong))} rows "
-                "on this machine, so gradients would be wrong: install a newer mlx, or use a model that isn't quantised"
-            )
 
 
 def quantisations(model: nn.Module) -> set[Quantisation]:

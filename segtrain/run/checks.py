@@ -214,8 +214,10 @@ def speed(dtype: mx.Dtype, size: int) -> float:
 
 
 def _independent() -> Arrays:
-    """Many results that need nothing of each other, each with temporaries of 2 MiB."""
-    x = mx.ones((512, 1024))
+    """Many results that need nothing of each other, each with temporaries of 2 MiB, behind a slow one they wait for."""
+    size = 384 if dispatch.backend().name == "cpu" else 4096
+    slow = mx.ones((size, size))
+    x = mx.ones((512, 1024)) + 0 * (slow @ slow)[0, 0]
     return [((x + i) * x).sum() for i in range(48)]
 
 
