@@ -6,10 +6,11 @@
 
 Every recurrence at a shape of a model that uses it: on a GPU of hidden size 2,048 (gated delta: 16 key heads and 32
 value heads of 128, as Qwen3.5 4B), on a CPU small ones. `chunks` is `segtrain.recurrence`'s function, `steps` the same
-rule a token at a time under autodiff, which is how mlx-lm trains it. Value and gradient of every input, for a fixed
-cotangent, inputs in `--dtype` (decays and states in float32). `seconds` is the best of `--repeat` after one that
-compiles; `peak_mib` is above the inputs and the cotangent, outputs and gradients included. With both kinds, `error` is
-the largest relative difference of outputs and gradients. Lines are appended to `--json`.
+rule a token at a time under autodiff, which is how mlx-lm trains it; `mlx-lm` is what it does for Mamba-2 instead,
+chunks of 256 tokens. Value and gradient of every input, for a fixed cotangent, inputs in `--dtype` (decays and states
+in float32). `seconds` is the best of `--repeat` after one that compiles; `peak_mib` is above the inputs and the
+cotangent, outputs and gradients included. With `steps` among the kinds, `error` is the largest relative difference of
+outputs and gradients to them. Lines are appended to `--json`.
 """
 
 import argparse
@@ -25,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.ssm import ssm_attn
 
-from segtrain.recurrence import gated_delta, rwkv7, selective_scan, ssd
+from segtrain.recurrence import diagonal, gated_delta, rwkv7, selective_scan, ssd
 from segtrain.recurrence.sizes import Sizes
 
 normal = mx.random.normal
@@ -54,6 +56,25 @@ def ssd_inputs(tokens: int, groups: int, heads: int, dim: int, states: int) -> l
     return [x, dt, B, C, -mx.arange(1.0, heads + 1), mx.zeros((1, heads, dim, states))]
 
 
+def mlx_lm_ssd(
+    x: mx.array, dt: mx.array, B: mx.array, C: mx.array, A: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """mlx-lm's function on the same inputs: it takes dt before its softplus."""
+    before_softplus, heads = mx.log(mx.expm1(dt)), A.shape[0]
+    zeros = mx.zeros((heads,), x.dtype)
+    return ssm_attn(x, mx.log(-A), B, C, zeros, before_softplus, mx.zeros((heads,)), state, (0.0, 100.0))
+
+
+def linear_inputs(tokens: int, width: int) -> list[mx.array]:
+    x, log_decay = normal((1, tokens, width)), mx.random.uniform(shape=(1, tokens, width))
+    return [x, mx.exp(-log_decay), mx.zeros((1, width))]
+
+
+def linear_steps(x: mx.array, a: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
+    h = diagonal.reference(a, x, state)
+    return h, h[:, -1]
+
+
 def rwkv7_inputs(tokens: int, heads: int, dim: int) -> list[mx.array]:
     shape = (1, tokens, heads, dim)
     r, k, v, removed = (normal(shape) * scale for scale in (1, dim**-0.5, 1, 1))
@@ -72,6 +93,7 @@ class Case:
     gpu: dict[str, Any]
     cpu: dict[str, Any]
     half: tuple[int, ...]
+    theirs: Callable[..., Any] | None = None
 
 
 _DELTA = gated_delta.gated_delta, gated_delta.reference
@@ -105,11 +127,14 @@ CASES = {
         {"groups": 1, "heads": 64, "dim": 64, "states": 128},
         {"groups": 1, "heads": 8, "dim": 64, "states": 64},
         (0, 2, 3),
+        mlx_lm_ssd,
     ),
+    "rg_lru": Case(diagonal.linear_recurrence, linear_steps, linear_inputs, {"width": 2560}, {"width": 512}, (0,)),
     "rwkv7": Case(
         rwkv7.rwkv7, rwkv7.reference, rwkv7_inputs, {"heads": 32, "dim": 64}, {"heads": 8, "dim": 64}, (0, 2, 3, 4, 5)
     ),
 }
+KINDS = ["steps", "mlx-lm", "chunks"]
 
 
 def measure(f: Callable[..., Any], inputs: list[mx.array], repeat: int) -> tuple[dict[str, Any], list[mx.array]]:
@@ -138,6 +163,8 @@ def variants(name: str, case: Case, args: argparse.Namespace) -> Iterator[tuple[
     """Labels and functions to measure."""
     if "steps" in args.kinds:
         yield {"kind": "steps"}, case.steps
+    if "mlx-lm" in args.kinds and case.theirs:
+        yield {"kind": "mlx-lm"}, case.theirs
     if "chunks" in args.kinds and not args.chunk:
         yield {"kind": "chunks"}, case.chunks
     for chunk in args.chunk:
@@ -182,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024])
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--kinds", nargs="+", choices=["steps", "chunks"], default=["steps", "chunks"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--chunk", type=int, nargs="+", default=[], help="gated delta: these instead of the table's")
     parser.add_argument("--group-mib", type=float, nargs="+", default=[64])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
