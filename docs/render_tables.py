@@ -191,6 +191,34 @@ def gpus_table() -> str | None:
     return markdown(["two H200 of one host, NCCL", "measured"], rows)
 
 
+RECURRENCES = {
+    "gated_delta": "gated delta rule",
+    "kimi": "the same, a decay a channel (Kimi)",
+    "selective_scan": "selective scan (Mamba)",
+    "ssd": "SSD (Mamba-2)",
+    "rwkv7": "RWKV-7",
+    "rg_lru": "RG-LRU (Recurrent Gemma)",
+}
+
+
+def recurrences_table() -> str:
+    """Time and memory of each recurrence's value and gradient, the newest line of each kind."""
+    cells: dict[tuple[str, int, str], dict[str, str]] = {}
+    for line in read(RESULTS / "recurrences.jsonl"):
+        on_cpu = "cpu" in line["device"]
+        seconds = line["cpu_seconds" if on_cpu else "seconds"]
+        device = "CPU" if on_cpu else f"GPU, {line['dtype']}"
+        kinds = cells.setdefault((device, line["tokens"], line["recurrence"]), {})
+        kinds[line["kind"]] = f"{seconds:.2g} s, {line['peak_mib']:,.0f} MiB"
+    rows = [
+        [device, label, f"{tokens:,}", *(kinds.get(kind, "-") for kind in ("steps", "mlx-lm", "chunks"))]
+        for recurrence, label in RECURRENCES.items()
+        for (device, tokens, name), kinds in sorted(cells.items())
+        if name == recurrence
+    ]
+    return markdown(["", "recurrence", "tokens", "a token at a time", "mlx-lm's chunks", "segtrain"], rows)
+
+
 def models_table() -> str:
     """Which model types train, from the code."""
     return as_markdown().strip()
@@ -204,6 +232,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "floor": floor_table,
     "contexts": contexts_table,
     "gpus": gpus_table,
+    "recurrences": recurrences_table,
 }
 
 
