@@ -192,6 +192,24 @@ def test_training_uses_the_door_and_mlx_lms_own_pass_what_is_behind(
         mx.eval(model(mx.zeros((1, 12), mx.int32)))
 
 
+def test_the_plain_pass_has_a_gradient_where_mlx_lm_has_a_kernel_without_one(monkeypatch: pytest.MonkeyPatch):
+    """As on Metal, where RWKV-7's own pass goes through `wkv7_kernel`."""
+    model = tiny_configs.build("rwkv7")
+    lora, stack = tiny.attach(model), LayerStack(model)
+    expected = FullBackward(PlainForward(stack), lora, objectives.sft).step(tiny.row(9, 4))
+
+    def kernel(*_: object) -> None:
+        raise AssertionError("no gradient")
+
+    monkeypatch.setattr("mlx_lm.models.rwkv7.wkv7_kernel", kernel)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    with pytest.raises(AssertionError, match="no gradient"):
+        model(mx.zeros((1, 3), mx.int32))  # the control
+    step = FullBackward(PlainForward(stack), lora, objectives.sft).step(tiny.row(9, 4))
+    assert tiny.relative(expected.grads, step.grads) < 1e-5
+
+
 @contextmanager
 def one_after_the_other(name: str) -> Iterator[None]:
     """The rejected response goes on from the chosen one, in recurrences or in convolutions."""
