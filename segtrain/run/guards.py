@@ -59,17 +59,20 @@ def _listed(origins: list[str], most: int = 8) -> str:
 class Growth:
     """Warns once when the process has grown far beyond what its first steps needed, whatever mlx's allocator says.
 
-    The allocator's cache is left out: it may grow to its limit. (The planner watches the allocator's active memory.)
+    The allocator's cache is left out where it is memory of the process (`unified`): it may grow to its limit. On CUDA
+    it lies on the device, and the process's memory is the host's alone. (The planner watches the allocator's active
+    memory.)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unified: bool = True) -> None:
+        self._unified = unified
         self._seen = 0
         self._baseline = 0.0
         self._warned = False
 
     def __call__(self, step: int, memory: Memory) -> list[Notice]:
         self._seen += 1
-        process = max(0.0, memory.rss_gib - memory.cache_gib)
+        process = max(0.0, memory.rss_gib - memory.cache_gib) if self._unified else memory.rss_gib
         if self._seen <= WARM_UP:
             self._baseline = max(self._baseline, process)
         if self._warned or process <= self._baseline * ALLOWANCE + SLACK:

@@ -17,6 +17,7 @@ from segtrain.data import Data, open_data
 from segtrain.engine import objectives
 from segtrain.errors import UserError
 from segtrain.events import DataRead, Evaluated, Event, Notice, RunEnded, RunStarted, TrainStep
+from segtrain.memory.backends import here
 from segtrain.memory.meter import Meter
 from segtrain.models.load import load
 from segtrain.models.support import why_unproven
@@ -102,7 +103,7 @@ class _Loop:
         self.updates = Updates(session, data.train, choose, optimizer, ranks, self.meter)
         self.validation = Validation(session, data.valid, choose, self.updates) if data.valid is not None else None
         self.keeper = Keeper(self.recipe, ranks, run, session, optimizer, data)
-        self.growth = Growth()
+        self.growth = Growth(unified=here().name != "cuda")
         self.first_step = 0
         self.logging = True
         self.accepted = False  # model, data and plan: until then nothing is written
