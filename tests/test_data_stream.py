@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from itertools import islice, pairwise
 
+import datasets
 import pytest
 from data_toys import byte_level, recipe
 from hypothesis import given, settings
@@ -224,7 +225,7 @@ def test_rows_per_epoch_and_counts_are_of_the_usable_rows(spotted):
     assert {name: data.counts[name] for name in ("rows", "dropped", "longest")} == {
         "rows": 32,
         "dropped": 8,
-        "longest": 34,
+        "longest": 7,
     }
     first = [next(data.train) for _ in range(32)]
     assert len({row.origin for row in first}) == 32
@@ -242,7 +243,36 @@ def test_a_large_set_is_sampled_and_says_so(tmp_path):
     assert data.counts["sampled"] is True
     assert data.counts["rows"] == data.rows_per_epoch == pytest.approx(2700, rel=0.05)
     assert data.counts["tokens"] == pytest.approx(2700 * 6, rel=0.05)
-    assert data.counts["longest"] == 21
+    assert data.counts["longest"] == 6
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "chat parquet", "two files", "over the limit"])
+def test_the_longest_row_of_a_sampled_set_is_known(tmp_path, kind):
+    """It stands at a line that no sample of 500 of 3,000 rows need draw; here it isn't drawn."""
+    texts = ["xy" * 3] * 3000
+    texts[1234] = "x" * (60 if kind == "over the limit" else 40)
+    rows = [{"text": text} for text in texts]
+    if kind == "chat parquet":
+        roles = ("user", "assistant")
+        rows = [{"messages": [{"role": role, "content": text} for role in roles]} for text in texts]
+    path = tmp_path / ("train.parquet" if "parquet" in kind else "train.jsonl")
+    if "parquet" in kind:
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = [str(path)]
+    if kind == "two files":
+        (tmp_path / "b.jsonl").write_text('{"text": "x"}\n' * 10)
+        paths.append(str(tmp_path / "b.jsonl"))
+    limit = 50 if kind == "over the limit" else 200
+    tokenizer = TOKENIZER if kind == "chat parquet" else byte_level(None)
+    data = open_data(recipe(train=paths, max_seq_length=limit), tokenizer)
+    assert data.counts["sampled"]
+    longest = max(len(next(data.train)) for _ in range(data.rows_per_epoch))
+    assert data.counts["longest"] == longest
+    said = [notice for notice in data.notices if "the longest rows" in notice]
+    assert bool(said) == (kind == "over the limit")
+    assert all("train.jsonl:1235 with 61 tokens" in notice for notice in said)
 
 
 def conversations(path, count: int) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from segtrain.data import encode, hidden
 from segtrain.data.limits import NO_TARGETS_LEFT, RESPONSE_TOO_LONG, TOO_LONG, Dropped, Encoded
-from segtrain.data.rows import PreferenceRow
+from segtrain.data.rows import PreferenceRow, Row
 from segtrain.errors import UserError
 
 LENGTH_REASONS = (TOO_LONG, NO_TARGETS_LEFT, RESPONSE_TOO_LONG)
@@ -68,7 +68,11 @@ class Tally:
     split_rows: int = 0
     split_tokens: int = 0  # of those rows, and of one row with the whole rendering
     unsplit_tokens: int = 0
-    longest_kept: tuple[int, int] = (0, 0)  # tokens of the longest preference row as it is trained, and of its prompt
+    longest_kept: tuple[int, int] = (0, 0)  # tokens of the longest row as it is trained, and of a pair's prompt
+    longest_known: tuple[int, str] = (
+        0,
+        "",
+    )  # of rows that weren't counted: tokens before any limit, and where it stands
     lengths: "array[int]" = field(default_factory=lambda: array("q"))
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
@@ -114,10 +118,10 @@ class Tally:
         self.supervised += row.targets
         self.truncated += encoded.truncated
         self.lengths.append(encoded.length)
+        self.longest_kept = max(self.longest_kept, _length(row))
         self._note(encoded)
         if isinstance(row, PreferenceRow):
             self.prompt_tokens += len(row.prompt)
-            self.longest_kept = max(self.longest_kept, (len(row), len(row.prompt)))
             self.pair_tokens += len(row.prompt) + len(row.rejected_prompt or row.prompt) + row.targets
             if row.rejected_prompt is None:
                 self.shared_tokens += len(row.prompt)
@@ -155,7 +159,7 @@ class Tally:
             "dropped": self.dropped,
             "median": self.percentile(0.5),
             "p95": self.percentile(0.95),
-            "longest": max(self.lengths, default=0),
+            "longest": self.longest_kept[0],
         }
         if self.split:
             found |= {
@@ -176,6 +180,15 @@ class Tally:
                 "shared_share": round(self.shared_tokens / max(1, self.pair_tokens), 3),
             }
         return found
+
+    def know(self, results: Sequence[Encoded | Dropped]) -> None:
+        """Take in the lengths of an example that isn't counted, since it was not drawn by chance."""
+        for result in results:
+            kept = isinstance(result, Encoded)
+            self.longest_kept = max(self.longest_kept, _length(result.row) if kept else (0, 0))
+            self.longest_known = max(
+                self.longest_known, (result.length, str(result.row.origin if kept else result.origin))
+            )
 
     def require_rows(self, name: str, limit: int) -> None:
         """Raises UserError with the fix where no row is left."""
@@ -220,6 +233,12 @@ class Tally:
             found.append(
                 f"{self.truncated} {of} are cut to max_seq_length {limit} (the longest has {max(self.lengths)})"
             )
+        length, origin = self.longest_known
+        if length > limit and not (self.too_long or self.truncated):
+            found.append(
+                f"the longest rows of {name} exceed max_seq_length {limit}, e.g. {origin} with {length:,} tokens; none "
+                "of those sampled does (data.on_long says what becomes of them)"
+            )
         if self.split:
             times = self.split_tokens / self.unsplit_tokens
             found.append(
@@ -233,3 +252,8 @@ class Tally:
             if self.remarks[key]
         ]
         return found
+
+
+def _length(row: Row) -> tuple[int, int]:
+    """The tokens of a row, and of its prompt where it is a pair."""
+    return len(row), len(row.prompt) if isinstance(row, PreferenceRow) else 0

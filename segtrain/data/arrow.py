@@ -3,10 +3,13 @@
 `datasets` and `pyarrow` take a while to import, so that happens on use.
 """
 
+import heapq
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from segtrain.data.raw import Raw
 from segtrain.data.rows import Origin
@@ -35,6 +38,15 @@ class DatasetTable:
     @property
     def size(self) -> int:
         return int(self.dataset.data.nbytes)
+
+    def longest(self, count: int) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        start = 0
+        for batch in self.dataset.with_format("arrow").iter(batch_size=1000):
+            sizes = sum(_bytes(chunk) for column in batch.columns for chunk in [column.combine_chunks()])
+            found = heapq.nlargest(count, [*found, *zip(sizes.tolist(), range(start, start + len(batch)), strict=True)])
+            start += len(batch)
+        return found
 
 
 class DatasetInOrder:
@@ -102,6 +114,26 @@ class ParquetInOrder:
         return [[path.name, path.stat().st_size] for path in self.paths]
 
 
+def _bytes(array: Any) -> np.ndarray:
+    """Bytes of text in each row of an Arrow array, however it is nested; numbers count as nothing."""
+    import pyarrow
+    import pyarrow.compute  # type: ignore[import-untyped]
+
+    kind = array.type
+    if isinstance(array, pyarrow.ChunkedArray):
+        return np.concatenate([np.zeros(0, np.int64), *map(_bytes, array.chunks)])
+    if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
+        lengths = pyarrow.compute.binary_length(array).fill_null(0)
+        return np.asarray(lengths.to_numpy(zero_copy_only=False), np.int64)
+    if pyarrow.types.is_struct(kind):
+        return sum((_bytes(field) for field in array.flatten()), np.zeros(len(array), np.int64))
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(_bytes(array.values))])
+        ends = before[array.offsets.to_numpy()]
+        return ends[1:] - ends[:-1]
+    return np.zeros(len(array), np.int64)
+
+
 def _parquet_rows(path: Path, start: int) -> Iterator[dict[str, Any]]:
     """The rows of a file from row `start` on; row groups before it aren't read."""
     file = _parquet(path)
@@ -148,7 +180,7 @@ def saved(path: Path, split: str | None) -> tuple[Any, str]:
     try:
         found = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path}: not a data set that can be loaded: {_first_line(error)}") from None
+        raise UserError(f"{path}: not a data set that can be loaded: {reason(error)}") from None
     return _split(found, split, str(path))
 
 
@@ -172,7 +204,7 @@ def _loaded(name: str, subset: str | None, streaming: bool, unreachable: str) ->
             raise UserError(f"{name}: no such file or directory, and {advice(name, unreachable)}") from None
         config = f" with subset {subset}" if subset else ""
         raise UserError(
-            f"{name}: no such file or directory, and no hub data set{config} could be loaded: {_first_line(error)}"
+            f"{name}: no such file or directory, and no hub data set{config} could be loaded: {reason(error)}"
         ) from None
 
 
@@ -215,8 +247,3 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

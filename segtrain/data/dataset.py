@@ -32,6 +32,7 @@ from segtrain.recipe.schema import DataRecipe, Recipe
 # Sets up to this size are counted in full when they are opened; of larger ones a sample is.
 EXACT_ROWS, EXACT_BYTES = 2_000, 16 << 20
 SAMPLE_ROWS, SAMPLE_TOKENS = 500, 2_000_000
+LONGEST_ROWS = 20  # by bytes, encoded where the rest is sampled
 STREAMED_VALID_ROWS = 1_000
 _SAMPLE = 0xC0  # sets the sample's order apart from any epoch's
 
@@ -214,7 +215,8 @@ def open_data(recipe: Recipe, tokenizer: Tokenizer, *, pairs: bool = False, rank
     """Open what `recipe.data` names: preference `pairs`, or examples. Rank r of `world` gets rows r, r + world, ... of
     one order.
 
-    Sets of up to 2,000 rows (and 16 MiB) are counted in full, others by a seeded sample (`counts["sampled"]`).
+    Sets of up to 2,000 rows (and 16 MiB) are counted in full, others by a seeded sample (`counts["sampled"]`) and their
+    longest rows.
     Raises UserError, with file and line where there is one, for anything wrong with the data.
     """
     return _Opening(recipe, pairs, tokenizer).data(rank, world)
@@ -270,7 +272,11 @@ class _Opening:
             return tally, False
         order = Permutation(len(table), self.seed, _SAMPLE)
         self._sample(tally, (table[order[position]] for position in range(min(SAMPLE_ROWS, len(table)))))
-        return tally, tally.seen < len(table)
+        if tally.seen == len(table):
+            return tally, False
+        for _, number in table.longest(LONGEST_ROWS):  # the plan must hold for the longest row, whatever was drawn
+            tally.know(self.pipeline.encode(table[number]))
+        return tally, True
 
     def _sample(self, tally: Tally, raws: Iterable[Raw]) -> None:
         """Count rows until they are enough tokens for an estimate."""

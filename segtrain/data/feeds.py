@@ -7,6 +7,7 @@
 No generator's state is kept: the order follows from (seed, epoch, window), so a place is a few integers.
 """
 
+import heapq
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -32,6 +33,9 @@ class Table(Protocol):
     @property
     def size(self) -> int:
         """Bytes, about."""
+
+    def longest(self, count: int) -> list[tuple[int, int]]:
+        """(bytes, number) of the rows with the most bytes, in no order."""
 
     @property
     def fingerprint(self) -> list[Any]: ...
@@ -82,6 +86,15 @@ class Chained:
     @property
     def size(self) -> int:
         return sum(table.size for table in self.tables)
+
+    def longest(self, count: int) -> list[tuple[int, int]]:
+        starts = self._starts.tolist()
+        found = [
+            (size, start + row)
+            for start, table in zip(starts, self.tables, strict=False)
+            for size, row in table.longest(count)
+        ]
+        return heapq.nlargest(count, found)
 
     @property
     def fingerprint(self) -> list[Any]:

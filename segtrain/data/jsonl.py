@@ -44,6 +44,9 @@ class JsonLines:
         data = os.pread(self._file.fileno(), length, start)
         return Raw(_bare(data), Origin(self.name, self._index.line(number)))
 
+    def longest(self, count: int) -> list[tuple[int, int]]:
+        return [(self._index.span(int(row))[1], int(row)) for row in self._index.longest(count)]
+
     @property
     def fingerprint(self) -> list[Any]:
         return [len(self), self.size, _digest(self.path)]

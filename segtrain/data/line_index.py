@@ -46,6 +46,11 @@ class LineIndex:
         before = self._lengths[anchor * STRIDE : row].sum(dtype=np.int64)
         return int(self._anchors[anchor] + before), int(self._lengths[row])
 
+    def longest(self, count: int) -> np.ndarray:
+        """The rows with the most bytes, in no order."""
+        count = min(count, len(self))
+        return np.argpartition(self._lengths, len(self) - count)[len(self) - count :] if count else np.zeros(0, int)
+
     def line(self, row: int) -> int:
         """The row's line number in the file, from 1."""
         return row + int(np.searchsorted(self._blank, row, side="right")) + 1
