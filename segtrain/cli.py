@@ -222,11 +222,15 @@ def check(
     """
     loaded = _load(recipe, set_, "check")
     from segtrain.data.check import check_data
+    from segtrain.models.positions import check_positions
     from segtrain.terminal.counter import counter
     from segtrain.terminal.progress import print_check
 
     with counter("rows") as count:
         report = check_data(loaded, progress=count, rows=rows or int(as_json))
+    longest = max(report.counts["longest"], report.counts.get("valid_longest", 0))
+    for text in check_positions(_config(loaded.model), longest):
+        typer.echo(f"note: {text}", err=True)
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:
@@ -441,6 +445,16 @@ def _prepare(*, exact: bool = False) -> None:
     from segtrain.run.environment import prepare
 
     prepare(os.environ, exact=exact)
+
+
+def _config(model: str) -> dict[str, Any]:
+    """A model's config.json; empty where there is only a tokenizer, which is enough to count rows."""
+    from segtrain.memory.source import find
+
+    try:
+        return find(model).config
+    except UserError:
+        return {}
 
 
 def _require_command(recipe: "Recipe", path: Path, command: str) -> None:

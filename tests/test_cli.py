@@ -288,12 +288,14 @@ def test_verify_grads(passed: bool, workplace: Path, install: Install) -> None:
 
 def test_check_models_and_bench_print(workplace: Path, install: Install) -> None:
     shown: list[Any] = []
-    install("segtrain.data.check", check_data=lambda recipe, progress, rows: progress(1, 2) or recipe.model)
+    report = SimpleNamespace(counts={"longest": 3})
+    install("segtrain.data.check", check_data=lambda recipe, progress, rows: progress(1, 2) or report)
+    install("segtrain.models.positions", check_positions=lambda config, longest: [])
     install("segtrain.models.support", table=lambda: ["llama"])
     install("segtrain.run.bench", bench=lambda: "bench")
     install("segtrain.terminal.progress", print_check=shown.append, print_models=shown.append, print_bench=shown.append)
     assert [cli.run(arguments.split()) for arguments in ("check r.yaml", "models", "bench")] == [0, 0, 0]
-    assert shown == ["m", ["llama"], "bench"]
+    assert shown == [report, ["llama"], "bench"]
 
 
 @pytest.mark.parametrize(("command", "said"), [("check", True), ("sft", False)])
@@ -306,7 +308,7 @@ def test_notices_are_said_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A run shows them as events, so the command line itself stays silent there."""
-    install("segtrain.data.check", check_data=lambda recipe, progress, rows: None)
+    install("segtrain.data.check", check_data=lambda *_, **__: SimpleNamespace(counts={"longest": 3}))
     vars(sys.modules["segtrain.terminal.progress"])["print_check"] = lambda report: None
     assert cli.run([command, "r.yaml", "--set", "trust_remote_code=true"]) == 0
     assert ("note: trust_remote_code runs" in capsys.readouterr().err) == said

@@ -1,5 +1,6 @@
 """What a user has is there after a refusal, a kill and a mistake: earlier runs, recipes, adapters."""
 
+import json
 import random
 import shutil
 import time
@@ -10,7 +11,9 @@ import pytest
 import tiny_run
 from processes import ended, start
 
+from segtrain.data import dataset
 from segtrain.errors import RunFailed, UserError
+from segtrain.events import Notice, RunEnded, TrainStep
 from segtrain.recipe.schema import Recipe, load_recipe
 from segtrain.run.trainer import Trainer
 from segtrain.storage import checkpoint
@@ -116,3 +119,32 @@ def _wait_until_it_changes(path: Path, limit: float = 60) -> None:
     with suppress(FileNotFoundError):
         while time.monotonic() < patience and path.stat().st_ino == before:
             time.sleep(0.0005)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_row_that_cannot_fit_follows_on_long_where_lengths_are_not_known(
+    streaming: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 11 of 13 is none of the three that are looked at, and no plan for it fits."""
+    monkeypatch.setattr(dataset, "SAMPLE_ROWS", 3)
+    monkeypatch.setattr(dataset, "LONGEST_ROWS", 0)
+    monkeypatch.setattr(dataset, "EXACT_ROWS", 3)
+    rows = [json.loads(line) for line in tiny_run.completions(tmp_path / "data.jsonl").read_text().splitlines()]
+    rows.insert(10, {"prompt": "w1 " * 1500, "completion": " w2"})
+    recipe = tiny_run.recipe(
+        folder,
+        train__steps=26,
+        data__train=str(tiny_run.written(tmp_path / "data.jsonl", rows)),
+        data__max_seq_length=2048,
+        data__streaming=streaming,
+        engine__memory_budget="800KB",
+        output__dir=str(tmp_path / "run"),
+    )
+    events = list(Trainer(recipe).events())
+    (said,) = [event.text for event in events if isinstance(event, Notice) and "don't fit" in event.text]
+    assert "data.on_long (drop)" in said
+    ended = events[-1]
+    assert isinstance(ended, RunEnded)
+    assert ended.step == 26
+    assert ended.summary["dropped"] >= 1
+    assert all(event.tokens < 100 for event in events if isinstance(event, TrainStep))

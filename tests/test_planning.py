@@ -146,6 +146,34 @@ def test_nothing_fits_is_refused_with_lengths_and_budgets_that_would_do() -> Non
         mine.backward(tiny.row(1950))
 
 
+@pytest.mark.parametrize("above", [20 << 20, 3 << 30])
+def test_the_cache_is_bounded_by_the_plan_whatever_the_budget(monkeypatch: pytest.MonkeyPatch, above: int) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(planning, "set_limits", lambda memory, cache: limits.append(cache))
+    mine = planner(memory_budget="100GB")
+    mine._hold(Plan("segmented", peak_bytes=mine.chooser.estimator.fixed + above))
+    assert limits == [max(above, planning.CACHE_BYTES)]
+
+
+def test_nothing_is_said_of_lengths_that_no_row_has() -> None:
+    """`max_seq_length` may be far above the longest row."""
+    mine = planner(backward="segmented", segment_size=5, memory_budget="25MB")
+    events = list(mine.announce({"longest": 18}))
+    assert not [event for event in events if isinstance(event, Notice)]
+
+
+def test_validation_rows_count_for_the_plan() -> None:
+    assert chosen(planner(), {"longest": 40, "valid_longest": 900})["row_tokens"] == 900
+
+
+def test_what_fits_is_what_a_refusal_names() -> None:
+    mine = planner(memory_budget="9MB")
+    with pytest.raises(RunFailed) as refused:
+        chosen(mine, {"longest": 1950})
+    assert f"max_seq_length to {mine.fitting(1950)}," in str(refused.value)
+    assert planner(memory_budget="1GB").fitting(300) == 300
+
+
 def test_limits_follow_from_the_plan() -> None:
     """The longest row's predicted peak, on any backend but the CPU less the allocation that waits; never the budget."""
     mine = planner(memory_budget="300MB")
@@ -153,7 +181,8 @@ def test_limits_follow_from_the_plan() -> None:
     limit = mx.set_memory_limit(1 << 40)
     assert limit == pytest.approx(plan["peak_gib"] * 2**30, rel=0.01)
     assert limit < 300 * 10**6
-    assert mx.set_cache_limit(1 << 40) == pytest.approx(limit - mine.chooser.estimator.fixed, rel=0.01)
+    assert limit - mine.chooser.estimator.fixed < planning.CACHE_BYTES
+    assert mx.set_cache_limit(1 << 40) == planning.CACHE_BYTES  # as the plan needs less
     mine.backward(tiny.row(100))
     assert mx.set_memory_limit(1 << 40) == 1 << 40  # a shorter row leaves the limit
     mine.backward(tiny.row(1500))

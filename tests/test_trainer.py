@@ -342,6 +342,18 @@ def test_growth_of_the_process_is_said_once() -> None:
     assert not read(103, 90.0)
 
 
+def test_a_device_cache_hides_no_growth_of_the_host() -> None:
+    """On CUDA the allocator's cache isn't memory of the process."""
+
+    def warned(unified: bool) -> bool:
+        growth = Growth(unified)
+        readings = [(20.0, 2.0)] * WARM_UP + [(20.0, 21.0)]  # GiB of cache, of the process
+        return any(growth(step, Memory(0.0, 0.0, cache, rss)) for step, (cache, rss) in enumerate(readings))
+
+    assert warned(unified=False)
+    assert not warned(unified=True)
+
+
 def test_state_round_trip() -> None:
     state = RunState(step=3, rows=6, losses=RunningLoss(0.1, 1 / 3, 3))
     assert RunState.from_json(json.loads(json.dumps(state.as_json()))) == state

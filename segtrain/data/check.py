@@ -199,7 +199,11 @@ class _Checker:
         known = np.isin(_array(valid.digests), _array(train.digests))
         leaked = [valid.places[int(number)] for number in np.flatnonzero(known)]
         duplicates |= _reasons("validation rows that are training rows", leaked)
-        return {"valid_rows": valid.tally.rows, "valid_dropped": valid.tally.dropped}
+        return {
+            "valid_rows": valid.tally.rows,
+            "valid_dropped": valid.tally.dropped,
+            "valid_longest": valid.tally.longest_kept[0],
+        }
 
     def _count(self, located: list[Located]) -> _Seen:
         seen = _Seen()

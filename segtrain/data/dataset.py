@@ -1,7 +1,8 @@
 """`open_data`: from a recipe to endless training rows, a fixed validation set and the accounting of both."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from segtrain.data.accounting import Tally
@@ -63,6 +64,10 @@ class TrainRows:
         row = group[self.rank]
         assert row is not None
         return row
+
+    def limit(self, tokens: int) -> None:
+        """From here on rows above so many tokens are what `on_long` makes of them."""
+        self._pipeline = self._pipeline.limited(tokens)
 
     @property
     def epoch(self) -> int:
@@ -170,6 +175,13 @@ class Pipeline:
         self.known: dict[Origin, list[Dropped | None]] = {}  # fates of the rows of examples counted in full
         self._last: tuple[Raw, list[Encoded | Dropped]] | None = None
 
+    def limited(self, tokens: int) -> "Pipeline":
+        """The same with a lower length limit."""
+        other = copy(self)
+        other.encoder = replace(self.encoder, max_length=tokens, remarks=set())
+        other.known, other._last = {}, None
+        return other
+
     def encode(self, raw: Raw) -> list[Encoded | Dropped]:
         """What becomes of an example: one row, or several."""
         if self._last is None or self._last[0] is not raw:
@@ -228,6 +240,7 @@ class _Opening:
         self.pipeline = Pipeline(recipe.data, pairs, tokenizer)
         self.seed = recipe.train.seed
         self.notices: list[str] = []
+        self.valid_longest = 0
 
     def data(self, rank: int, world: int) -> Data:
         located = locate(self.section, "train")
@@ -238,7 +251,7 @@ class _Opening:
         train = TrainRows(feed, self.pipeline, rank, world, rows)
         valid = self._valid()
         if valid is not None:
-            counts["valid_rows"] = len(valid)
+            counts |= {"valid_rows": len(valid), "valid_longest": self.valid_longest}
         return Data(train, valid, counts, rows, self.notices)
 
     def _tabled(self, located: list[Located]) -> tuple[Feed, dict[str, Any], int]:
@@ -344,6 +357,7 @@ class _Opening:
         name = f"{_names(located)} (validation)"
         tally.require_rows(name, self.section.max_seq_length)
         self.notices += tally.notices(name, self.section.max_seq_length)
+        self.valid_longest = tally.longest_kept[0]
         return FixedRows(raws, kept[:limit], self.pipeline)
 
     def _valid_rows(self, located: list[Located], limit: int | None) -> Sequence[Raw] | Table:

@@ -29,6 +29,7 @@ from segtrain.run.session import Session
 
 BUCKETS = 8  # lengths are rounded up to an eighth of a power of two, so that plans (and traces) are few
 WAITING_BYTES, WAITING_SHARE = 320 << 20, 0.15  # at most: what is allocated on top of a limit, in a tight plan
+CACHE_BYTES = 64 << 20  # freed memory that is kept for use again although the plan needs less than that
 QUIET_BYTES = 100 << 20  # below it nobody asks where memory goes
 CREEP_STEPS, CREEP_SHARE, CREEP_BYTES = 20, 0.01, 16 << 20
 
@@ -109,16 +110,14 @@ class Planner:
         self._options: dict[RowShape, Option] = {}
         self._backwards: dict[Plan, Backward] = {}
         self.prompt_share = choices.PROMPT_SHARE
-        self.plan = self._option(self._row(session.recipe.data.max_seq_length), strict=False).plan
 
     def announce(self, counts: Mapping[str, Any]) -> Iterator[Event]:
         """The plan of the longest row that the data have. Raises RunFailed where none fits."""
         limit = self.session.recipe.data.max_seq_length
-        length = min(limit, int(counts.get("longest") or limit))
+        length = min(limit, max(int(counts.get("longest") or limit), int(counts.get("valid_longest") or 0)))
         if counts.get("prompt_share"):
             self.prompt_share = min(0.99, counts["prompt_share"])
-        option = self._option(self._row(max(2, length)), strict=True)
-        self.plan = option.plan
+        option = self._option(self._row(max(2, length)))
         self._hold(option.plan)
         yield PlanChosen({**option.plan.as_json(), "budget_gib": round(self.budget / GIB, 4), "row_tokens": length})
         yield from self._drain()
@@ -136,7 +135,12 @@ class Planner:
     def plan_for(self, layout: Layout) -> Plan:
         """The plan of this row. Raises RunFailed where none fits the budget."""
         row = rows.of_layout(layout)
-        return self._option(_bucketed(row), strict=True, exact=row).plan
+        return self._option(_bucketed(row), exact=row).plan
+
+    def fitting(self, limit: int) -> int:
+        """Tokens of the longest row up to `limit` for which there is a plan (of pairs like the longest known one)."""
+        chooser = self.chooser.relaxed()
+        return longest(lambda length: chooser.leanest(self._row(length)).peak <= self.budget, limit)
 
     def _hold(self, plan: Plan) -> None:
         """Over a plan's predicted peak allocations wait for running work: evaluation runs ahead no further.
@@ -149,7 +153,7 @@ class Planner:
             self._held = peak
             above = max(0, peak - fixed)
             waiting = min(WAITING_BYTES, WAITING_SHARE * above) if plan.tight else 0
-            set_limits(round(fixed + above - waiting), max(above, self.budget // 16))
+            set_limits(round(fixed + above - waiting), max(above, CACHE_BYTES))
 
     def after_step(self, step: int, meter: Reads) -> Iterator[Event]:
         memory = meter.memory()
@@ -162,16 +166,14 @@ class Planner:
         yield from self.notices
         self.notices.clear()
 
-    def _option(self, row: RowShape, *, strict: bool, exact: RowShape | None = None) -> Option:
-        """The option for rows up to `row`; where that doesn't fit, for the `exact` one."""
+    def _option(self, row: RowShape, *, exact: RowShape | None = None) -> Option:
+        """The option for rows up to `row`; where that doesn't fit, for the `exact` one. Raises RunFailed."""
         if row not in self._options:
             found = self.chooser.fastest(row, self.budget) or self._smaller(row)
             if found is None and exact is not None and exact != row:
-                return self._option(exact, strict=strict)
-            if found is None and strict:
-                raise RunFailed(self._refusal(row))
+                return self._option(exact)
             if found is None:
-                return self.chooser.leanest(row)
+                raise RunFailed(self._refusal(row))
             self._options[row] = in_short_kernels(found, row, self.backend)
         return self._options[row]
 
@@ -189,9 +191,8 @@ class Planner:
         return found
 
     def _refusal(self, row: RowShape) -> str:
-        chooser = self.chooser.relaxed()
-        need = chooser.leanest(row).peak
-        far = longest(lambda length: chooser.leanest(self._row(length)).peak <= self.budget, max(row.streams))
+        need = self.chooser.relaxed().leanest(row).peak
+        far = self.fitting(max(row.streams))
         fix = f"set data.max_seq_length to {far}, or " if far else ""
         return (
             f"a row of {max(row.streams):,} tokens needs {_gib(need / GIB)} and the budget is "

@@ -16,6 +16,7 @@ from segtrain.errors import UserError
 from segtrain.lora.layers import Lora, attach
 from segtrain.memory.plan import Plan
 from segtrain.models.load import Loaded
+from segtrain.models.positions import pads
 from segtrain.models.stack import Execution, LayerStack, UnsupportedModel
 from segtrain.models.support import shares_prefix
 from segtrain.recipe.schema import Recipe
@@ -110,7 +111,8 @@ def open_session(recipe: Recipe, objective: Objective, loaded: Loaded) -> Sessio
     except (UnsupportedModel, ValueError) as error:
         raise UserError(str(error)) from error
     shares, notices = _prefix_sharing(recipe, objective, stack, str(loaded.config.get("model_type")))
-    return Session(recipe, loaded, lora, stack, objective, shares, [*found, *notices], align(backend()))
+    multiple = align(backend()) if pads(loaded.model, loaded.config) else 1
+    return Session(recipe, loaded, lora, stack, objective, shares, [*found, *notices], multiple)
 
 
 def parameter_counts(session: Session) -> tuple[int, int]:

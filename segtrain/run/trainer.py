@@ -19,7 +19,8 @@ from segtrain.errors import UserError
 from segtrain.events import DataRead, Evaluated, Event, Notice, RunEnded, RunStarted, TrainStep
 from segtrain.memory.backends import here
 from segtrain.memory.meter import Meter
-from segtrain.models.load import load
+from segtrain.models.load import Loaded, load
+from segtrain.models.positions import check_positions, learnt
 from segtrain.models.support import why_unproven
 from segtrain.parallel.ranks import Ranks, join
 from segtrain.recipe.schema import Recipe
@@ -72,6 +73,7 @@ class Trainer:
             loaded = load(self.recipe.model, trust_remote_code=self.recipe.trust_remote_code)
             objective = objectives.of_recipe(self.loss, self.recipe)
             data = open_data(self.recipe, loaded.tokenizer, pairs=objective.pairs, rank=ranks.rank, world=ranks.size)
+            yield from (Notice(text) for text in _positions(loaded, data, self.recipe))
             session = open_session(self.recipe, objective, loaded)
             if why := why_unproven(loaded.config):
                 yield Notice(f"{why}: its gradients are checked first")
@@ -137,6 +139,7 @@ class _Loop:
         yield from (Notice(text) for text in [*self.session.notices, *self.data.notices])
         yield DataRead(self.data.counts)
         yield from self.planner.announce(self.data.counts)
+        yield from self._limit()
         self.logging = True
         if self.trainer.dry_run:
             yield self._ended("done")
@@ -145,6 +148,17 @@ class _Loop:
         with wired(self.planner.budget, wanted=self.recipe.engine.wired):
             reason = yield from self._train()
         yield self._ended(reason)
+
+    def _limit(self) -> Iterator[Event]:
+        """Rows that can't fit follow `on_long` where not all lengths are known."""
+        limit = self.recipe.data.max_seq_length
+        fitting = self.planner.fitting(limit) if self.data.counts.get("sampled") else limit
+        if fitting < limit:
+            self.data.train.limit(min(fitting, learnt(self.session.loaded.config) or fitting))
+            yield Notice(
+                f"rows above {fitting:,} tokens don't fit the memory budget; data.on_long "
+                f"({self.recipe.data.on_long}) says what becomes of any that come up"
+            )
 
     def _resume(self) -> Generator[Event, None, Checkpoint | None]:
         """Go on from the newest complete checkpoint, if there is one."""
@@ -285,10 +299,20 @@ class _Loop:
         counts: dict[str, Any] = {"rows": state.rows}
         if self.session.objective.pairs:
             counts |= {"shared_pairs": state.shared_pairs, "split_pairs": state.rows - state.shared_pairs}
+        if self.data.counts.get("sampled"):
+            counts["dropped"] = self.data.train.dropped
         if state.best_step is not None:
             counts |= {"best_step": state.best_step, "best_loss": state.best_loss}
         adapter = Path(self.recipe.output.dir) / "adapters.safetensors"
         return RunEnded(reason, state.step, time.perf_counter() - self.begun, adapter, counts, self.first_step)
+
+
+def _positions(loaded: Loaded, data: Data, recipe: Recipe) -> list[str]:
+    """What to say of the longest row's positions; where not all lengths are known, none is beyond a learnt table."""
+    table = learnt(loaded.config)
+    if table is not None and data.counts.get("sampled"):
+        data.train.limit(min(table, recipe.data.max_seq_length))
+    return check_positions(loaded.config, max(data.counts["longest"], data.counts.get("valid_longest", 0)))
 
 
 def total_steps(recipe: Recipe, data: Data, ranks: int) -> int:
