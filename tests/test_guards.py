@@ -11,7 +11,7 @@ import pytest
 import tiny_run
 
 from segtrain.cli import run as command_line
-from segtrain.events import Notice, TrainStep
+from segtrain.events import Notice, Saved, TrainStep
 from segtrain.run.state import SETTLED
 from segtrain.run.trainer import Trainer
 from segtrain.run.updates import Updates
@@ -41,6 +41,30 @@ def test_a_loss_that_isnt_finite_is_skipped_and_its_row_named(
     assert "sft-train.jsonl:7:" in text
     assert text.count("sft-train.jsonl") == 1
     assert len([event for event in events if isinstance(event, TrainStep)]) == 2
+
+
+def test_a_skipped_update_leaves_the_schedule_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate of update k is that of update k in a run without faults, also after a resume."""
+    scaled_loss(monkeypatch, float("nan"), 7)
+    found: dict[int, float] = {}
+    recipe = tiny_run.recipe(
+        tmp_path,
+        train__lr_schedule="linear",
+        output__save_every=1,
+        output__dir=str(tmp_path / "other"),
+        train__steps=12,
+    )
+    long = [0.01 * (1 - step / 12) for step in range(12)]
+    for stop, flags in ((5, {}), (12, {"resume": True})):
+        events = Trainer(recipe, **flags).events()
+        for event in events:
+            if isinstance(event, TrainStep):
+                found[event.step] = event.learning_rate
+            if isinstance(event, Saved) and event.step >= stop:
+                break
+        events.close()  # type: ignore[attr-defined]
+    assert len(found) == 11
+    assert all(rate == pytest.approx(long[step - 1]) for step, rate in found.items())
 
 
 def test_the_third_in_a_row_ends_the_command_with_1(

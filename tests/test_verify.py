@@ -159,6 +159,7 @@ def test_half_precision_where_float32_does_not_fit(models: Callable[[str], Path]
 
 def test_an_unproven_model_is_trained_if_its_gradients_agree(models: Callable[[str], Path]):
     check_unproven(session(models("llama")))
+    check_unproven(session(models("llama"), "orpo"))
 
 
 def test_an_unproven_model_is_refused_if_they_do_not(models: Callable[[str], Path]):

@@ -184,11 +184,10 @@ class Tally:
     def know(self, results: Sequence[Encoded | Dropped]) -> None:
         """Take in the lengths of an example that isn't counted, since it was not drawn by chance."""
         for result in results:
-            kept = isinstance(result, Encoded)
-            self.longest_kept = max(self.longest_kept, _length(result.row) if kept else (0, 0))
-            self.longest_known = max(
-                self.longest_known, (result.length, str(result.row.origin if kept else result.origin))
-            )
+            if isinstance(result, Encoded):
+                self.longest_kept = max(self.longest_kept, _length(result.row))
+            origin = result.row.origin if isinstance(result, Encoded) else result.origin
+            self.longest_known = max(self.longest_known, (result.length, str(origin)))
 
     def require_rows(self, name: str, limit: int) -> None:
         """Raises UserError with the fix where no row is left."""

@@ -3,7 +3,6 @@
 `datasets` and `pyarrow` take a while to import, so that happens on use.
 """
 
-import heapq
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,14 +38,10 @@ class DatasetTable:
     def size(self) -> int:
         return int(self.dataset.data.nbytes)
 
-    def longest(self, count: int) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = []
-        start = 0
-        for batch in self.dataset.with_format("arrow").iter(batch_size=1000):
-            sizes = sum(_bytes(chunk) for column in batch.columns for chunk in [column.combine_chunks()])
-            found = heapq.nlargest(count, [*found, *zip(sizes.tolist(), range(start, start + len(batch)), strict=True)])
-            start += len(batch)
-        return found
+    def sizes(self) -> np.ndarray:
+        batches = self.dataset.with_format("arrow").iter(batch_size=1000)
+        sizes = [sum(map(_bytes, batch.columns), np.zeros(len(batch), np.int64)) for batch in batches]
+        return np.concatenate([np.zeros(0, np.int64), *sizes])
 
 
 class DatasetInOrder:
@@ -116,7 +111,7 @@ class ParquetInOrder:
 
 def _bytes(array: Any) -> np.ndarray:
     """Bytes of text in each row of an Arrow array, however it is nested; numbers count as nothing."""
-    import pyarrow
+    import pyarrow  # type: ignore[import-untyped]
     import pyarrow.compute  # type: ignore[import-untyped]
 
     kind = array.type
@@ -151,7 +146,7 @@ def _parquet_rows(path: Path, start: int) -> Iterator[dict[str, Any]]:
 
 
 def _parquet(path: Path) -> Any:
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:

@@ -5,6 +5,8 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
+import numpy as np
+
 from segtrain.data.accounting import Tally
 from segtrain.data.chat import ChatTemplate
 from segtrain.data.encode import BLANK, Encoder
@@ -287,8 +289,8 @@ class _Opening:
         self._sample(tally, (table[order[position]] for position in range(min(SAMPLE_ROWS, len(table)))))
         if tally.seen == len(table):
             return tally, False
-        for _, number in table.longest(LONGEST_ROWS):  # the plan must hold for the longest row, whatever was drawn
-            tally.know(self.pipeline.encode(table[number]))
+        for number in _largest(table.sizes(), LONGEST_ROWS):
+            tally.know(self.pipeline.encode(table[number]))  # the plan must hold for them, whatever was drawn
         return tally, True
 
     def _sample(self, tally: Tally, raws: Iterable[Raw]) -> None:
@@ -367,6 +369,16 @@ class _Opening:
         most = limit or STREAMED_VALID_ROWS
         self.notices.append(f"streaming: validation takes the first {most:,} rows of each source")
         return [raw for one in located for raw in self._first_rows(one, one.in_order(), most)]
+
+
+def _largest(sizes: np.ndarray, count: int, block: int = 1 << 20) -> list[int]:
+    """The numbers of the largest sizes; in blocks, so that no other array of that length exists."""
+    found: list[tuple[int, int]] = []
+    for lo in range(0, len(sizes), block):
+        part = sizes[lo : lo + block]
+        top = np.argsort(part)[max(0, len(part) - count) :] if count else np.zeros(0, int)
+        found += [(int(part[number]), lo + int(number)) for number in top]
+    return [number for _, number in sorted(found)[max(0, len(found) - count) :]]
 
 
 def _weights(located: list[Located]) -> list[float]:

@@ -7,7 +7,6 @@
 No generator's state is kept: the order follows from (seed, epoch, window), so a place is a few integers.
 """
 
-import heapq
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -34,8 +33,8 @@ class Table(Protocol):
     def size(self) -> int:
         """Bytes, about."""
 
-    def longest(self, count: int) -> list[tuple[int, int]]:
-        """(bytes, number) of the rows with the most bytes, in no order."""
+    def sizes(self) -> np.ndarray:
+        """Bytes of each row, about."""
 
     @property
     def fingerprint(self) -> list[Any]: ...
@@ -87,14 +86,8 @@ class Chained:
     def size(self) -> int:
         return sum(table.size for table in self.tables)
 
-    def longest(self, count: int) -> list[tuple[int, int]]:
-        starts = self._starts.tolist()
-        found = [
-            (size, start + row)
-            for start, table in zip(starts, self.tables, strict=False)
-            for size, row in table.longest(count)
-        ]
-        return heapq.nlargest(count, found)
+    def sizes(self) -> np.ndarray:
+        return np.concatenate([table.sizes() for table in self.tables])
 
     @property
     def fingerprint(self) -> list[Any]:

@@ -16,6 +16,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from segtrain.data.line_index import CHUNK, LineIndex
 from segtrain.data.raw import BOM, Raw
 from segtrain.data.rows import Origin
@@ -44,8 +46,8 @@ class JsonLines:
         data = os.pread(self._file.fileno(), length, start)
         return Raw(_bare(data), Origin(self.name, self._index.line(number)))
 
-    def longest(self, count: int) -> list[tuple[int, int]]:
-        return [(self._index.span(int(row))[1], int(row)) for row in self._index.longest(count)]
+    def sizes(self) -> np.ndarray:
+        return self._index.lengths
 
     @property
     def fingerprint(self) -> list[Any]:

@@ -46,10 +46,10 @@ class LineIndex:
         before = self._lengths[anchor * STRIDE : row].sum(dtype=np.int64)
         return int(self._anchors[anchor] + before), int(self._lengths[row])
 
-    def longest(self, count: int) -> np.ndarray:
-        """The rows with the most bytes, in no order."""
-        count = min(count, len(self))
-        return np.argpartition(self._lengths, len(self) - count)[len(self) - count :] if count else np.zeros(0, int)
+    @property
+    def lengths(self) -> np.ndarray:
+        """Bytes of each row."""
+        return self._lengths
 
     def line(self, row: int) -> int:
         """The row's line number in the file, from 1."""

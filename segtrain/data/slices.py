@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from segtrain.data.feeds import Table
 from segtrain.data.raw import Raw
 from segtrain.errors import UserError
@@ -48,6 +50,9 @@ class Sliced:
     @property
     def size(self) -> int:
         return self.table.size * len(self) // max(1, len(self.table))
+
+    def sizes(self) -> np.ndarray:
+        return self.table.sizes()[self.low : self.high]
 
     @property
     def fingerprint(self) -> list[Any]:

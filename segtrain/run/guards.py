@@ -31,12 +31,14 @@ def _not_finite(what: str, update: Update, updates: Updates, state: RunState, di
     text = f"step {state.step}: {what} on {_listed(updates.blame(update))}"
     if state.bad_steps < MAX_BAD_STEPS:
         return Notice(f"{text}: update skipped", "warning")
-    raise RunFailed(f"{text}, the {MAX_BAD_STEPS}rd update in a row that isn't finite; {_advice(updates, directory)}")
+    raise RunFailed(
+        f"{text}, the {MAX_BAD_STEPS}rd update in a row that isn't finite; {_advice(updates, state, directory)}"
+    )
 
 
-def _advice(updates: Updates, directory: Path) -> str:
+def _advice(updates: Updates, state: RunState, directory: Path) -> str:
     """What helps: before the first update the rate had no part in it."""
-    if updates.optimizer.step == 0:
+    if state.step == state.bad_steps:
         return (
             "no update was made before, so the learning rate has no part in it: look at these rows, and at the model's "
             "weights (`segtrain verify-grads`)"

@@ -25,15 +25,15 @@ from segtrain.recipe.schema import TrainRecipe
 
 Arrays = dict[str, mx.array]
 STEP = "step"
-SINCE = "since"  # the updates before the moments began, where that isn't the run's beginning
+SINCE = "since"  # updates that the moments have no part of, where there are any
 FLAT = "flat"  # the name of the one array that elementwise optimisers work on
 
 
 class Optimizer:
     """The optimiser that `train` names, with a schedule over `total_steps` updates.
 
-    `step` counts the updates done. `compiled`: an update is one graph (None: on a GPU only). Raises UserError for an
-    option that the optimiser doesn't have.
+    `step` counts the updates done or skipped. `compiled`: an update is one graph (None: on a GPU only). Raises
+    UserError for an option that the optimiser doesn't have.
     """
 
     def __init__(self, train: TrainRecipe, total_steps: int, *, compiled: bool | None = None):
@@ -115,6 +115,13 @@ class Optimizer:
         self.step = int(cast(int, state[STEP].item()))
         self._since = int(cast(int, state[SINCE].item())) if SINCE in state else 0
         self._known = dict(state)
+
+    def skip(self) -> None:
+        """An update that isn't made: the schedule goes on, the moments stay."""
+        self.step += 1
+        self._since += 1
+        if self._known is not None:
+            self._known |= {STEP: mx.array(self.step, mx.uint64), SINCE: mx.array(self._since, mx.uint64)}
 
     def begin_anew(self) -> None:
         """Keep the place in the schedule; the moments begin with the next update."""

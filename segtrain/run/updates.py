@@ -156,6 +156,8 @@ class Updates:
         if update.applied:
             factor = clip_factor(update.norm, train.max_grad_norm) / update.totals.weight
             lora.set(self.optimizer.update(lora.flat(), grads, factor))
+        else:
+            self.optimizer.skip()
 
     def origins(self, update: Update) -> list[str]:
         """Where the update's rows came from, on all ranks."""

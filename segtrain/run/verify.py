@@ -73,7 +73,13 @@ def check_unproven(session: Session) -> None:
     Uses a row of made-up tokens. The model is as before afterwards.
     """
     tokens = [(7 * i * i + 3 * i) % min(session.loaded.vocabulary, 1000) for i in range(48)]
-    report = compare(session, SupervisedRow(tokens, [True] * len(tokens), Origin("made-up tokens", 1)))
+    origin = Origin("made-up tokens", 1)
+    row = (
+        PreferenceRow(tokens[:20], tokens[20:32], tokens[32:], origin)
+        if session.objective.pairs
+        else SupervisedRow(tokens, [True] * len(tokens), origin)
+    )
+    report = compare(session, row)
     if not report.passed:
         worst = max(report.rows, key=lambda row: row.relative_error)
         raise UserError(
