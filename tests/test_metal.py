@@ -210,6 +210,24 @@ def test_the_faults_put_back_are_found(
     assert outcome in metal.outcomes()
 
 
+@pytest.mark.parametrize(("dim", "value_dim", "fused"), [(192, 128, True), (128, 192, False), (192, 100, False)])
+def test_narrower_values_are_widened(metal: Metal, dim: int, value_dim: int, fused: bool) -> None:
+    """As latent attention has them."""
+    metal.compute = True
+    q, k, v = (mx.random.normal((1, 2, 40, n)) for n in (dim, dim, value_dim))
+
+    def run(**options: Any) -> list[mx.array]:
+        outputs, grads = mx.vjp(
+            lambda *x: [dispatch.attend(*x, scale=0.07, **options)], [q, k, v], [mx.cos(mx.ones((1, 2, 40, value_dim)))]
+        )
+        return [*outputs, *grads]
+
+    found = run(rows=METAL)
+    assert metal.outcomes() == ({"fused"} if fused else set())
+    for a, b in zip(found, run(rows=dispatch.BACKENDS["cpu"]), strict=True):
+        assert mx.allclose(a, b, atol=1e-5)
+
+
 def test_long_keys_split_the_heads(metal: Metal) -> None:
     """A call's backward stays under some trillions of operations: the display's watchdog ends longer kernels."""
     q, k = mx.zeros((1, 32, 4096, 128), mx.bfloat16), mx.zeros((1, 8, 65536, 128), mx.bfloat16)

@@ -37,6 +37,7 @@ class Backend:
     - `head_dims`, `dtypes`: for which, with the mask "causal" (none: never fused);
     - `query_multiple`: the query length must be a multiple of it (`attend` pads);
     - `array_mask`, `unequal_dims`: also with an array as mask, with D != Dv;
+    - `widens_values`: where Dv < D, values are padded with zeros to D, as the fused kernel needs them equal;
     - `fused_rows`: longer rows are split into calls of so many queries;
     - `differentiated`: outside gradients too, the call is made as if it were to be differentiated (`_kernel`);
     - `fused_elements`: and the heads into calls of at most so many heads x keys x head dim;
@@ -56,6 +57,7 @@ class Backend:
     query_multiple: int = 1
     array_mask: bool = False
     unequal_dims: bool = False
+    widens_values: bool = False
     fused_rows: int = 8192
     differentiated: bool = False
     fused_elements: int = 1 << 62
@@ -84,6 +86,7 @@ BACKENDS = {
         fused_rows=2048,
         fused_elements=1 << 27,  # 2,048 rows of 32 heads and dim 128 against 32,768 keys: a backward of 2.7 TFLOP
         differentiated=True,
+        widens_values=True,  # latent attention: 192 and 128
         tile_bytes=64 << 20,
     ),
     "cpu": Backend("cpu", tile_bytes=1 << 20, power=True),
@@ -153,7 +156,7 @@ def choose(rows: Backend, call: Call) -> Kind:
         and call.dim in rows.head_dims
         and call.value_dim in rows.head_dims
         and call.dtype in rows.dtypes
-        and (rows.unequal_dims or call.dim == call.value_dim)
+        and (rows.unequal_dims or call.dim == call.value_dim or (rows.widens_values and call.value_dim < call.dim))
         and not call.sinks
     )
     if fused and not call.windowed:
@@ -262,12 +265,18 @@ def _causal(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:
     window = rule.window if call.windowed else None
     match choose(rule.rows, call):
         case "fused":
-            return _fused(q, k, v, rule)
+            extra = 0 if rule.rows.unequal_dims else call.dim - call.value_dim
+            return _fused(q, k, widened(v, extra), rule)[..., : call.value_dim]
         case "band":
             assert window is not None
             return band(q, k, v, scale=rule.scale, window=window, multiple=rule.rows.query_multiple)
         case "blocks":
             return Blocks(rule.scale, window, rule.softcap, rule.rows.tile_bytes, rule.rows.power)(q, k, v, rule.sinks)
+
+
+def widened(v: mx.array, extra: int) -> mx.array:
+    """Values with `extra` zeros after each: so many more columns of zeros in the output."""
+    return mx.pad(v, [(0, 0), (0, 0), (0, 0), (0, extra)]) if extra else v
 
 
 def _fused(q: mx.array, k: mx.array, v: mx.array, rule: _Rule) -> mx.array:

@@ -53,6 +53,7 @@ class Backend:
     query_multiple: int = 1
     array_mask: bool = False
     unequal_dims: bool = False
+    widens_values: bool = False
     tile_bytes: int = 4 << 20
 
     def attention_kind(self, attention: Attention, length: int, dtype_bytes: int) -> Kind:
@@ -61,7 +62,8 @@ class Backend:
             not attention.softcap
             and {attention.dim, attention.value_dim} <= self.head_dims
             and (dtype_bytes == 2 or self.float32_fused)
-            and (self.unequal_dims or attention.dim == attention.value_dim)
+            and (self.unequal_dims or self.widens_values or attention.dim == attention.value_dim)
+            and (attention.value_dim <= attention.dim or self.unequal_dims)
             and not attention.sinks
         )
         windowed = attention.window is not None and attention.window < length
@@ -99,6 +101,7 @@ BACKENDS: dict[Name, Backend] = {
         head_dims=frozenset({64, 72, 80, 96, 128, 192, 256}),
         float32_fused=True,
         query_multiple=32,
+        widens_values=True,
         tile_bytes=64 << 20,
     ),
 }
