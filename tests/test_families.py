@@ -1,7 +1,8 @@
 """Every model file of mlx-lm: segmented gradients against mlx-lm's own model under plain `value_and_grad`.
 
-The fast set has one of each kind; the whole matrix is marked slow. The expected values come from the model as mlx-lm
-runs it (its caches, masks, attention and positions), differentiated as a whole; nothing of segtrain's but LoRA layers.
+The fast set has one of each kind and all recurrent ones; the whole matrix is marked slow. The expected values come from
+the model as mlx-lm runs it (its caches, masks, attention and positions), differentiated as a whole; nothing of
+segtrain's but LoRA layers.
 """
 
 import json
@@ -29,6 +30,7 @@ from segtrain.lora.layers import EXPERTS, Lora
 from segtrain.models import exceptions, support
 from segtrain.models.capture import arrays
 from segtrain.models.plain import PlainForward
+from segtrain.models.recurrences import RESTARTS
 from segtrain.models.stack import Execution, LayerStack
 from segtrain.recipe.schema import LoraRecipe
 
@@ -36,7 +38,6 @@ LOSS, GRADIENT = 2e-6, 1e-5
 LENGTH, PROMPT = 18, 6
 
 FAST = {
-    "bailing_moe_linear",
     "deepseek_v3",
     "gemma2",
     "gemma3_text",
@@ -49,21 +50,19 @@ FAST = {
     "lfm2",
     "llama/mistral",
     "mamba",
-    "mamba2",
     "ministral3",
     "phi",
     "qwen3_5",
     "qwen3_moe",
-    "recurrent_gemma",
-    "rwkv7",
     "smollm3",
 }
 BY_LENGTH = ("internlm2/dynamic", "internlm3/dynamic")
+RECURRENT = [n for n in tiny_configs.CONFIGS if n.split("/")[0] in RESTARTS and n != "gear"]
 SHARING = [n for n in tiny_configs.CONFIGS if support.shares_prefix(n.split("/")[0]) and n not in BY_LENGTH]
 
 
 def fast_and_slow(names: list[str]) -> list:
-    return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=() if name in FAST or name in RECURRENT else pytest.mark.slow) for name in names]
 
 
 ALL = fast_and_slow(list(tiny_configs.CONFIGS))
@@ -129,6 +128,21 @@ def preference_steps(name: str, size: int = 1) -> tuple[Step, Step]:
 @pytest.mark.parametrize("name", fast_and_slow(SHARING))
 def test_a_shared_prompt_gives_the_gradients_of_two_streams(name: str):
     expected, step = preference_steps(name, 2 if name in FAST else 1)
+    assert step.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=LOSS)
+    assert worst(expected.grads, step.grads) <= GRADIENT
+
+
+@lru_cache(maxsize=2)
+def pair_step(name: str) -> Step:
+    of = family(name)
+    return FullBackward(PlainForward(of.stack), of.lora, objectives.orpo()).step(preference(pair))
+
+
+@pytest.mark.parametrize("shape", [pair, shared_prefix])
+@pytest.mark.parametrize("size", [1, 2, 99])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_at_every_segment_size(name: str, size: int, shape: Callable[..., Layout]):
+    expected, step = pair_step(name), family(name).step(preference(shape), objectives.orpo(), size)
     assert step.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=LOSS)
     assert worst(expected.grads, step.grads) <= GRADIENT
 
