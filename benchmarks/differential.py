@@ -46,7 +46,7 @@ from segtrain.attention import dispatch  # noqa: E402
 from segtrain.engine import objectives  # noqa: E402
 from segtrain.errors import RunFailed  # noqa: E402
 from segtrain.events import TrainStep  # noqa: E402
-from segtrain.memory import choices, choose, machine, shapes  # noqa: E402
+from segtrain.memory import anatomy, choices, choose, machine  # noqa: E402
 from segtrain.memory.backends import BACKENDS  # noqa: E402
 from segtrain.memory.meter import frozen_bytes  # noqa: E402
 from segtrain.models import support  # noqa: E402
@@ -286,7 +286,8 @@ def least_budget(case: Case, folder: Path) -> str:
     loaded = load(recipe.model)
     (longest,) = [line["longest"] for line in tiny_run.lines(folder / "reference") if line["event"] == "data"]
     resident = frozen_bytes(loaded.model)
-    chooser = choices.chooser(shapes.read(loaded.config), BACKENDS["cpu"], recipe, resident=resident).relaxed()
+    model = anatomy.of_config(loaded.config, "cpu", lambda layers: choices.adapter(recipe, layers))
+    chooser = choices.chooser(model, BACKENDS["cpu"], recipe, resident=resident).relaxed()
     row = choices.row_of(longest, preference=case.loss == "orpo", shared=recipe.engine.prefix_sharing)
     return f"{-(-chooser.leanest(row).peak // 1024)}KiB"
 

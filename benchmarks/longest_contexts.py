@@ -11,7 +11,7 @@ import json
 from datetime import date
 from pathlib import Path
 
-from segtrain.memory import choices, shapes
+from segtrain.memory import anatomy, choices
 from segtrain.memory.backends import BACKENDS
 from segtrain.memory.choose import Chooser, longest
 
@@ -25,7 +25,7 @@ def lines() -> list[dict[str, object]]:
     models = json.loads((HERE / "published_models.json").read_text())
     found: list[dict[str, object]] = []
     for name, entry in models.items():
-        model = shapes.read({**entry["config"], **PACKED})
+        model = anatomy.of_config({**entry["config"], **PACKED}, "metal")
         chooser = choices.chooser(model, BACKENDS["metal"], None)
         for budget in BUDGETS:
 

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -240,24 +241,32 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@lru_cache
+def shapes_of(family: str, dtype: str) -> Any:
+    """The model's shapes, as `plan-segments` reads them."""
+    from segtrain.memory import anatomy
+
+    config = COMMON | CONFIGS[family] | {"torch_dtype": "bfloat16" if dtype == "4bit" else dtype}
+    if dtype == "4bit":
+        config["quantization"] = {"bits": 4, "group_size": 64}
+    return anatomy.of_config(config, "cpu")
+
+
 def predicted(line: dict[str, Any]) -> float:
     """Today's estimate for a measured case, MiB."""
-    from segtrain.memory import rows, shapes
+    from segtrain.memory import rows
     from segtrain.memory.backends import BACKENDS
     from segtrain.memory.estimate import Estimator
     from segtrain.memory.plan import Plan
 
     dtype, row = line["dtype"], line["row"]
-    config = COMMON | CONFIGS[line["family"]] | {"torch_dtype": "bfloat16" if dtype == "4bit" else dtype}
-    if dtype == "4bit":
-        config["quantization"] = {"bits": 4, "group_size": 64}
     if row["layout"] == "sft":
         shape = rows.sft(row["length"] + 1)
     else:
         build = rows.pair if row["layout"] == "pair" else rows.shared
         shape = build(row["prompt"], row["chosen"], row["rejected"])
     plan = Plan(**{"backward": "segmented", "head_chunk": 256, **line["engine"]})
-    return Estimator(shapes.read(config), BACKENDS["cpu"]).peak(shape, plan).bytes / MIB
+    return Estimator(shapes_of(line["family"], dtype), BACKENDS["cpu"]).peak(shape, plan).bytes / MIB
 
 
 def compare(path: Path) -> None:

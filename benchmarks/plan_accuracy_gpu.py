@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -79,6 +80,14 @@ def config(shape: str, dtype: str) -> dict[str, Any]:
     found = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072,
              "tie_word_embeddings": False, "torch_dtype": "bfloat16", **SHAPES[shape]}  # fmt: skip
     return found | ({"quantization": {"bits": 4, "group_size": 64}} if dtype == "4bit" else {})
+
+
+@lru_cache
+def shapes_of(shape: str, dtype: str) -> Any:
+    """The model's shapes on CUDA, as `plan-segments` reads them."""
+    from segtrain.memory import anatomy
+
+    return anatomy.of_config(config(shape, dtype), "cuda")
 
 
 class Subject:
@@ -177,10 +186,10 @@ class Subject:
         """`lean` and `room` as multiples of what the leanest plan takes beside model and adapter."""
         if setting["budget"] == "rich":
             return "auto"
-        from segtrain.memory import choices, rows, shapes
+        from segtrain.memory import choices, rows
         from segtrain.memory.backends import here
 
-        chooser = choices.chooser(shapes.read(self.config), here(), None, resident=self.resident)
+        chooser = choices.chooser(shapes_of(self.shape, self.dtype), here(), None, resident=self.resident)
         shape = choices.aligned(rows.of_layout(self._layout(setting)), here())
         fixed, size = chooser.estimator.fixed, setting["engine"].get("segment_size")
         need = chooser.leanest(shape, sizes=(size,) if size else None).peak - fixed
@@ -309,7 +318,6 @@ def measured(line: dict[str, Any]) -> float:
 
 def predicted(line: dict[str, Any], backend: str = "cuda") -> Any:
     """Today's estimate for a measured line."""
-    from segtrain.memory import shapes
     from segtrain.memory.backends import BACKENDS, CUDA_BUFFERS, with_buffers
     from segtrain.memory.estimate import Estimator
     from segtrain.memory.plan import Plan
@@ -319,7 +327,7 @@ def predicted(line: dict[str, Any], backend: str = "cuda") -> Any:
     shape = RowShape(tuple(row["streams"]), tuple(map(tuple, row["scored"])), tuple(row["branches"]))
     resident = round(line["resident_gib"] * GIB)
     table = with_buffers(BACKENDS[backend], line.get("buffers", CUDA_BUFFERS))  # type: ignore[index]
-    estimator = Estimator(shapes.read(config(line["shape"], line["dtype"])), table, resident=resident)
+    estimator = Estimator(shapes_of(line["shape"], line["dtype"]), table, resident=resident)
     return estimator.peak(shape, Plan(**line["plan"]))
 
 

@@ -39,7 +39,10 @@ ROOMS: dict[str, Room] = {
     "recurrence": Room(MLX, {"errors"}),
     "models": Room(MLX_LM | HUB, {"attention", "engine", "errors", "hub", "lora", "recurrence"}),
     "lora": Room(MLX_LM | HUB, {"errors", "recipe", "storage"}),
-    "memory": Room(MLX_LM | HUB | {"psutil"}, {"engine", "errors", "events", "hub", "models", "recipe"}),
+    "memory": Room(
+        MLX_LM | HUB | {"psutil"},
+        {"attention", "engine", "errors", "events", "hub", "lora", "models", "recipe", "recurrence"},
+    ),
     "storage": Room(MLX, {"errors", "recipe"}),
     "parallel": Room(MLX | {"numpy"}, {"errors", "signals"}),
     "run": Room(
@@ -61,7 +64,7 @@ ROOMS: dict[str, Room] = {
     "": Room(),  # segtrain/__init__.py, which holds the version and which everybody may import
 }
 WITHOUT_MLX = {"cli", "data", "hub", "memory", "recipe", "report", "terminal", *LEAVES}
-BUT = {"memory.meter"}
+BUT = {"memory.meter", "memory.anatomy", "memory.doors", "memory.graph"}
 WITHOUT_MLX_TOO = ["engine.segments", "models.support", "run.preview"]
 
 

@@ -116,7 +116,7 @@ def test_the_measurement_steers_attention_and_its_estimate(
         assert kind == before
     mine = shapes.Attention(8, 2, dim, dim, window)
     if not (choices is FUSED and name == "cpu" and dtype == "bfloat16"):  # the estimate calls any half precision fused
-        assert machine.steered(BACKENDS[name]).attention_kind(mine, 1024, shapes.BYTES[dtype]) == kind
+        assert machine.steered(BACKENDS[name]).attention_kind(mine, 1024, getattr(mx, dtype).size) == kind
 
 
 def test_the_measurement_is_followed_by_this_device() -> None:

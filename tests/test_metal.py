@@ -19,11 +19,6 @@ from segtrain.attention import dispatch
 from segtrain.engine import objectives
 from segtrain.engine.backward import FullBackward, SegmentedBackward
 from segtrain.engine.layouts import Layout, padded, pair, shared_prefix, single
-from segtrain.memory import choices, shapes
-from segtrain.memory.backends import BACKENDS
-from segtrain.memory.choose import longest
-from segtrain.memory.estimate import Estimator
-from segtrain.memory.rows import sft
 from segtrain.models import stream_ops
 from segtrain.models.stack import LayerStack
 
@@ -297,46 +292,3 @@ def test_no_step_and_no_evaluation_does(metal: Metal, family: str, changes: dict
             backward.evaluate(layout)
     assert metal.outcomes() == {"fused"}
     assert any(call.gradient for call in metal.calls)
-
-
-# --- the planner's row --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (192, 128), (128, 192), (112, 112), (256, 256)])
-@pytest.mark.parametrize("window", [None, 128])
-def test_the_estimate_counts_the_kind_that_runs(dim: int, value_dim: int, window: int | None) -> None:
-    call = dispatch.Call(8, 1024, 1024, dim, value_dim, mx.bfloat16, window=window)
-    planned = BACKENDS["metal"].attention_kind(shapes.Attention(8, 2, dim, value_dim, window), 1024, 2)
-    assert planned == dispatch.choose(METAL, call)
-
-
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "rms_norm_eps": 1e-5,
-    "quantization": {"bits": 4, "group_size": 64},
-}
-
-
-def test_the_fused_backwards_scratch_is_counted() -> None:
-    """Three tiles of 1,024 x 1,024 a head: 192 MiB at 32 heads in 16 bits."""
-    estimator, without = (
-        Estimator(shapes.read(LLAMA_8B), backend)
-        for backend in (BACKENDS["metal"], replace(BACKENDS["metal"], scratch=0))
-    )
-    assert estimator.temporaries(0, 8192) - without.temporaries(0, 8192) == 192 << 20
-
-
-def test_small_command_buffers_let_chunks_of_the_mlp_free_memory() -> None:
-    """By the same arithmetic a row three times as long fits as with CUDA's large buffers."""
-
-    def farthest(name: Any) -> int:
-        chooser = choices.chooser(shapes.read(LLAMA_8B), BACKENDS[name], None)  # type: ignore[index]
-        return longest(lambda tokens: chooser.leanest(sft(tokens)).peak <= 24e9, 1 << 18)
-
-    assert farthest("metal") > 2.5 * farthest("cuda")

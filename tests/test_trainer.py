@@ -363,12 +363,3 @@ def test_state_round_trip() -> None:
 
 def test_the_lines_of_a_pair_have_the_objectives_metrics() -> None:
     assert set(objectives.orpo().metrics) == ORPO - {"shared_tokens"}
-
-
-def test_the_first_update_says_that_it_compiles_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for compiles in (True, False):
-        monkeypatch.setattr("segtrain.run.trainer.compiles_kernels", lambda environment, found=compiles: found)
-        events, _ = run(folder, f"kernels-{compiles}", train__steps=1)
-        said = [i for i, event in enumerate(events) if isinstance(event, Notice) and "compiling kernels" in event.text]
-        assert len(said) == compiles
-        assert all(i < events.index(of(events, TrainStep)[0]) for i in said)

@@ -10,7 +10,6 @@ import pytest
 import tiny_configs
 from mlx.utils import tree_flatten
 
-from segtrain.attention import dispatch
 from segtrain.data.rows import Origin, PreferenceRow, SupervisedRow
 from segtrain.engine import objectives
 from segtrain.errors import UserError
@@ -202,19 +201,3 @@ def test_another_mlx_lm_proves_nothing(monkeypatch: pytest.MonkeyPatch, version:
     monkeypatch.setattr(support.importlib.metadata, "version", lambda name: version)
     why = support.why_unproven({"model_type": "llama"})
     assert why == f"segtrain was tested with mlx-lm {support.MLX_LM}, and this is mlx-lm {version}"
-
-
-@pytest.mark.parametrize(
-    ("name", "variable", "rounded"),
-    [("cuda", None, True), ("metal", "1", True), ("cuda", "0", False), ("cpu", None, False)],
-)
-def test_products_in_tf32_get_a_tolerance_of_their_own(
-    name: str, variable: str | None, rounded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a training run, where it is too late to turn TF32 off; `verify-grads` does that at its start."""
-    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("MLX_ENABLE_TF32", variable)
-    monkeypatch.setattr(verify, "backend", lambda: dispatch.BACKENDS[name])
-    assert verify.in_tf32() == rounded
-    assert verify.EXACT < verify.TF32 < verify.HALF

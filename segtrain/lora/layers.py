@@ -170,7 +170,7 @@ class LoRALinear(LoRAModule):
     RANK_AXES = (-1, -2)
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        outputs, inputs = _dense_shape(self.linear)
+        outputs, inputs = dense_shape(self.linear)
         return (inputs, rank), (rank, outputs)
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -189,7 +189,7 @@ class LoRASwitchLinear(LoRAModule):
     RANK_AXES = (-2, -1)
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        experts, outputs, inputs = _dense_shape(self.linear)
+        experts, outputs, inputs = dense_shape(self.linear)
         return (experts, rank, inputs), (experts, outputs, rank)
 
     @property
@@ -331,11 +331,13 @@ def attach(
     targets: str | Sequence[str] = ALL_LINEAR,
     layers: tuple[int, int] | None = None,
     seed: int = 0,
+    evaluate: bool = True,
 ) -> Lora:
     """Freeze `model` and put LoRA on the targeted linear layers of `model.layers[lo:hi]`.
 
     A target is a module name (`q_proj`), a path within a layer (`self_attn.q_proj`), or a glob over either. Raises
     ValueError for a target that matches nothing (naming those that exist) and for a layer range outside the model.
+    Without `evaluate` the parameters are only described, for a model that nothing is computed with.
     """
     lo, hi = _layer_range(len(model.layers), layers)
     if not hasattr(model, "_no_grad"):  # Recurrent Gemma's class leaves this out, and can't be frozen without it
@@ -355,7 +357,8 @@ def attach(
                 model.layers[i].update_modules(tree_unflatten([(path, module)]))
                 lora.layers[i] += [Slot(f"{name}.{key}", module, key) for key in TRAINABLE]
     model.train()
-    mx.eval([slot.value for slot in lora.slots()])
+    if evaluate:
+        mx.eval([slot.value for slot in lora.slots()])
     return lora
 
 
@@ -398,11 +401,11 @@ def _matches(path: str, target: str) -> bool:
     return path.endswith("." + target) or any(fnmatch.fnmatchcase(p, target) for p in (path, tail, f".{path}"))
 
 
-def _dense_shape(linear: nn.Module) -> tuple[int, ...]:
+def dense_shape(linear: nn.Module) -> tuple[int, ...]:
     *outer, inputs = linear.weight.shape
     return (*outer, inputs * 32 // linear.bits if "scales" in linear else inputs)
 
 
 def _initial_a(shape: tuple[int, ...], linear: nn.Module, name: str, seed: int) -> mx.array:
-    bound = 1 / math.sqrt(_dense_shape(linear)[-1])
+    bound = 1 / math.sqrt(dense_shape(linear)[-1])
     return mx.random.uniform(-bound, bound, shape, key=DropoutKeys(seed).key(f"init/{name}"))

@@ -1,12 +1,12 @@
 """From a recipe's sections to the inputs of the estimate. Pure."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from segtrain.memory import machine, rows
 from segtrain.memory.backends import Backend
 from segtrain.memory.choose import Chooser, Settings
-from segtrain.memory.estimate import Estimator, LoraShape
+from segtrain.memory.estimate import Estimator
 from segtrain.memory.rows import RowShape
 from segtrain.memory.shapes import Model
 from segtrain.memory.timing import Timer
@@ -37,17 +37,24 @@ def settings(engine: "EngineRecipe", *, compiled: bool) -> Settings:
 
 
 def chooser(model: Model, backend: Backend, recipe: "Recipe | None", *, resident: int | None = None) -> Chooser:
-    """For `recipe`, or with every setting on auto and rank 8 on all linear layers."""
-    lora, optimizer, accumulates, dropout = LoraShape(), "adamw", False, 0.0
+    """For `recipe`, or with every setting on auto."""
+    optimizer, accumulates, dropout = "adamw", False, 0.0
     if recipe is not None:
-        targets = None if isinstance(recipe.lora.targets, str) else tuple(recipe.lora.targets)
-        lora = LoraShape(recipe.lora.rank, targets, recipe.lora.layer_range(len(model.layers)))
         optimizer, dropout = recipe.train.optimizer, recipe.lora.dropout
         accumulates = recipe.train.grad_accumulation_steps > 1
-    estimator = Estimator(model, backend, lora, optimizer=optimizer, accumulates=accumulates, resident=resident)
+    estimator = Estimator(model, backend, optimizer=optimizer, accumulates=accumulates, resident=resident)
     compiled = machine.compiles(backend) and not dropout
     chosen = settings(recipe.engine, compiled=compiled) if recipe else Settings(compiled=compiled)
     return Chooser(estimator, Timer(model, backend, estimator.lowest, machine.speed(backend)), chosen)
+
+
+def adapter(recipe: "Recipe | None", layers: int) -> dict[str, Any]:
+    """What `recipe` attaches to so many layers, as arguments of `lora.layers.attach`; without one rank 8 everywhere."""
+    if recipe is None:
+        return {"rank": 8, "scale": 2.0}
+    lora = recipe.lora
+    found = {"rank": lora.rank, "scale": lora.effective_scale, "targets": lora.targets, "dropout": lora.dropout}
+    return {**found, "layers": lora.layer_range(layers)}
 
 
 def row_of(length: int, *, preference: bool, shared: bool, prompt_share: float = PROMPT_SHARE) -> RowShape:

@@ -169,7 +169,7 @@ class Chooser:
         return (0, 1, 2) if self.estimator.backend.overlaps else (times.index(min(times)),)
 
     def _dense(self) -> tuple[bool, ...]:
-        if not self.estimator.model.quantization.bits:
+        if not self.estimator.model.packed:
             return (False,)
         return (False, True) if self.settings.dequantize is None else (self.settings.dequantize,)
 

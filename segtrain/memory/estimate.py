@@ -1,24 +1,23 @@
 """Peak memory of a training step, from shapes alone. Pure arithmetic; no mlx.
 
-What is live at each moment of a step is counted array by array. T rows of a stream, H hidden, I MLP intermediates, Q
-queries, K keys and values, V vocabulary, b bytes of the activations' dtype:
+What is live at each moment of a step is counted. T rows of a stream, H hidden, Q queries, K keys and values, b bytes of
+the activations' dtype:
 
     model         all weights, packed as they are
     adapter       LoRA parameters (float32), the optimiser's moments, and the gradients made so far
     boundaries    what crosses segment edges and is kept: the hidden states, shared keys and values, per-layer inputs
-    residuals     of a segment under backward: what its layers keep from forward for backward. For a gated dense layer
-                  4H (two norm outputs, the middle and the last hidden states) + Q + K + 2Q (attention's output, also
-                  transposed) + 5I (gate, up, sigmoid, its product, the MLP's product)
-    temporaries   of one layer's backward: 9I + 4H, all in flight at once because evaluation runs ahead
+    residuals     of a segment under backward: what its layers keep from forward for backward. `shapes.Pass` says it,
+                  read off each layer's own graph; attention adds Q + K + its output, a scan its inputs, outputs and
+                  the states at its groups' starts; and there is the cotangent that comes in, H
+    temporaries   of one layer's backward: what the graph makes, all in flight at once because evaluation runs ahead;
+                  or attention's own, or a scan's group, where that is more
     head          a chunk's logits, their float32 copy, softmax and cotangent: 8 to 16 bytes a logit
 
-The peak is the highest moment of: forward (boundaries + one segment's residuals), head (boundaries + head), backward of
-any segment (boundaries below it + residuals + temporaries + gradients above it), the optimiser's update. Counts of
-residuals and temporaries are in the tables below: read from the operations, and held to measured peaks by
-`benchmarks/plan_accuracy.py`.
+The peak is the highest moment of: forward (boundaries + what a layer makes), head (boundaries + head), backward of any
+segment (boundaries below it + residuals + temporaries + gradients above it), the optimiser's update. The constants
+below are fitted to measured peaks by `benchmarks/fit.py`.
 """
 
-import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
@@ -27,16 +26,8 @@ from segtrain.engine.segments import grouped, layer_cuts
 from segtrain.memory.backends import Backend
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
-from segtrain.memory.shapes import Layer, Linear, Model
+from segtrain.memory.shapes import Attention, Layer, Model, Pass
 
-# Arrays of MLP width that backward needs from forward, and temporaries of that width in its backward. "geglu" is Gemma
-# 4's, a compiled function of gate and up; Gemma 3 has "gelu", a product of two.
-ACTIVATIONS = {"silu": (5, 9), "gelu": (7, 9), "geglu": (7, 4), "plain": (3, 5)}
-FUSED = {"silu": 3, "gelu": 3, "geglu": 3, "plain": 2}  # of the former, where the segment is compiled and fused
-WIDENED = 1.5  # hidden-sized arrays that a norm of half-precision inputs keeps, where it computes in float32
-ROUTED = 2  # hidden-sized arrays of each expert that a token goes to, in both
-HIDDEN, POST_NORM = 4, 2  # hidden-state-sized residuals of a layer, and of its post-norms
-HIDDEN_TEMPORARIES = 4
 KEPT_RUN_AHEAD = 0.65  # of a segment whose products are kept, on any backend
 HELD_LAYERS = 4  # command buffers in flight are few, however long a segment
 FORWARD = 4  # chunks of the MLP in forward are so many times as long (`models.tokenwise`)
@@ -51,23 +42,6 @@ MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1, "muon": 1, "adafactor": 0}
 UPDATE_COPIES = (
     6  # of the adapter, while the optimiser runs: gradients, normalised, clipped; new moments and parameters
 )
-
-
-@dataclass(frozen=True)
-class LoraShape:
-    """`targets` None: all linear layers. `layers`: (lo, hi) of the adapted ones; None: all."""
-
-    rank: int = 8
-    targets: tuple[str, ...] | None = None
-    layers: tuple[int, int] | None = None
-
-    def adapts(self, linear: Linear) -> bool:
-        return self.targets is None or any(
-            fnmatch.fnmatchcase(linear.name, target.rsplit(".", 1)[-1]) for target in self.targets
-        )
-
-    def parameters(self, layer: Layer) -> int:
-        return sum(linear.lora_parameters(self.rank) for linear in layer.linears if self.adapts(linear))
 
 
 @dataclass(frozen=True)
@@ -90,17 +64,14 @@ class Estimator:
         self,
         model: Model,
         backend: Backend,
-        lora: LoraShape = LoraShape(),
         *,
         optimizer: str = "adamw",
         accumulates: bool = False,
         resident: int | None = None,
     ):
-        self.model, self.backend, self.lora = model, backend, lora
+        self.model, self.backend, self.lowest = model, backend, model.lowest
         self.resident = model.bytes if resident is None else resident
-        lo, hi = lora.layers or (0, len(model.layers))
-        self.lowest = lo
-        self.adapter = [4 * lora.parameters(x) if lo <= i < hi else 0 for i, x in enumerate(model.layers)]
+        self.adapter = [4 * layer.adapter for layer in model.layers]
         kinds: dict[Layer, int] = {}
         self._kind = [kinds.setdefault(layer, len(kinds)) for layer in model.layers]
         self._known: dict[tuple, float] = {}
@@ -126,106 +97,81 @@ class Estimator:
         total = {key: base.get(key, 0.0) + parts.get(key, 0.0) for key in [*base, *parts]}
         return Peak(name, total, highest)
 
-    def boundary(self, rows: int) -> int:
+    def boundary(self, rows: int) -> float:
         """Bytes of the hidden states of `rows` tokens."""
-        return rows * self.model.hidden * self.model.layers[0].streams * self.model.dtype_bytes
+        return rows * self.model.edge
 
     def constants(self, rows: int) -> float:
-        """Of a stream, beside hidden states: keys and values that later layers share, per-layer inputs."""
-        layers, b = self.model.layers, self.model.dtype_bytes
-        sharing = [x.attention for x in layers if x.attention and x.attention.keys_shared]
-        kinds = {(a.window, a.keys) for a in sharing}
-        shared = 2 * sum(keys for _, keys in kinds)  # and their cotangents
-        return rows * b * (shared + sum(x.layer_inputs for x in layers))
+        """Of a stream, beside hidden states: what later layers share and its cotangents, per-layer inputs."""
+        layers = self.model.layers
+        return rows * sum(2 * layer.carried + layer.constants for layer in layers)
 
     def residuals(self, i: int, rows: int, mlp_rows: int | None = None, *, compiled: bool = False) -> float:
-        """Bytes that layer `i`'s backward needs from its forward."""
-        key = ("residuals", self._kind[i], rows, mlp_rows, compiled)
-        if key not in self._known:
-            self._known[key] = self._residuals(self.model.layers[i], rows, mlp_rows)
-            if compiled:
-                self._known[key] -= self._fused_away(self.model.layers[i], rows, mlp_rows)
-        return self._known[key]
-
-    def _fused_away(self, layer: Layer, rows: int, mlp_rows: int | None) -> float:
-        """Bytes of the MLP's residuals that a compiled segment doesn't write."""
-        if not self.backend.fuses or (mlp_rows is not None and self.backend.chunks_help and not layer.routed):
-            return 0.0
-        spared = ACTIVATIONS[layer.activation][0] - FUSED[layer.activation]
-        return float(rows * self.model.dtype_bytes * layer.width * spared)
+        """Bytes that layer `i`'s backward needs from its forward, and the cotangent that comes in."""
+        return self._remembered("residuals", i, rows, mlp_rows, compiled)
 
     def temporaries(self, i: int, rows: int, mlp_rows: int | None = None) -> float:
         """Bytes that come and go in layer `i`'s backward."""
-        key = ("temporaries", self._kind[i], rows, mlp_rows)
+        return self._remembered("temporaries", i, rows, mlp_rows, False)
+
+    def _remembered(self, name: str, i: int, rows: int, mlp_rows: int | None, compiled: bool) -> float:
+        key = (name, self._kind[i], rows, mlp_rows, compiled)
         if key not in self._known:
-            self._known[key] = self._temporaries(self.model.layers[i], rows, mlp_rows)
+            layer = self.model.layers[i]
+            if name == "residuals":
+                self._known[key] = self._residuals(layer, rows, mlp_rows, compiled)
+            else:
+                self._known[key] = self._temporaries(layer, rows, mlp_rows)
         return self._known[key]
 
-    def _residuals(self, layer: Layer, rows: int, mlp_rows: int | None) -> float:
+    def _residuals(self, layer: Layer, rows: int, mlp_rows: int | None, compiled: bool) -> float:
+        chunked = self._chunked(layer, rows, mlp_rows)
+        passes = chunked[0] if chunked else layer.whole
+        left = passes.fused if compiled and self.backend.fuses and not chunked else passes.residual
         b = self.model.dtype_bytes
-        H, norms = self.model.hidden, 2 + 2 * layer.post_norms
-        wide: float = (HIDDEN + POST_NORM * layer.post_norms) * H * layer.streams
-        wide += 2 * H + 5 * layer.layer_inputs if layer.layer_inputs else 0
-        if self.backend.norms_widen and b == 2:
-            wide += norms * H * WIDENED
-        wide += self._mixer(layer)
-        wide += self.lora.rank * len(layer.linears)
-        return rows * b * wide + self._mlp(layer, rows, mlp_rows, 0)
+        attention = sum(a.queries + a.outputs + (0 if layer.shares else a.keys) for a in layer.attention)
+        scans = sum(rows * (x.inputs + x.outputs) + -(-rows // x.group) * x.state for x in layer.scans)
+        return left.at(rows) + rows * b * attention + scans
 
     def _temporaries(self, layer: Layer, rows: int, mlp_rows: int | None) -> float:
-        b = self.model.dtype_bytes
-        H = self.model.hidden
-        wide: float = HIDDEN_TEMPORARIES * H * layer.streams
-        if self.backend.norms_widen and b == 2:
-            wide += 6 * H
-        mlp = rows * b * wide + self._mlp(layer, rows, mlp_rows, 1)
-        return self.backend.run_ahead * max(mlp, self._attention_temporaries(layer, rows)) + self._scratch(layer, rows)
+        made = [layer.whole.made.at(rows)]
+        if chunked := self._chunked(layer, rows, mlp_rows):
+            rest, mlp = chunked
+            made = [rest.made.at(rows), mlp.residual.at(mlp_rows or rows) + mlp.made.at(mlp_rows or rows)]
+        made += [self._attention_temporaries(a, rows) for a in layer.attention]
+        made += [rows * (x.inputs + x.outputs) + x.held for x in layer.scans]
+        return self.backend.run_ahead * max(made) + sum(self._scratch(a, rows) for a in layer.attention)
 
-    def _scratch(self, layer: Layer, rows: int) -> int:
+    def _scratch(self, a: Attention, rows: int) -> int:
         """Bytes that the fused attention's backward holds for itself, whatever the row."""
-        if layer.attention is None or not self._fused_attention(layer, rows):
-            return 0
-        return self.backend.scratch * layer.attention.heads * self.model.dtype_bytes
+        return self.backend.scratch * a.heads * self.model.dtype_bytes if self._is_fused(a, rows) else 0
 
-    def _mixer(self, layer: Layer) -> float:
-        """Elements a token of attention's or a recurrence's residuals."""
-        wide = 2.0 * layer.mixer_width
-        if layer.attention:
-            a = layer.attention
-            keys = 0 if a.keys_shared else a.keys
-            wide += (a.queries + keys) * (1 + layer.qk_norms) + 2 * a.heads * a.value_dim
-        return wide
+    def _chunked(self, layer: Layer, rows: int, mlp_rows: int | None) -> tuple[Pass, Pass] | None:
+        """The layer without its MLP, and that: where it works in chunks, and that frees memory."""
+        if not self.backend.chunks_help or mlp_rows is None or mlp_rows >= rows or not layer.rest or not layer.mlp:
+            return None
+        return layer.rest, layer.mlp
 
-    def _mlp(self, layer: Layer, rows: int, mlp_rows: int | None, index: int) -> float:
-        """Bytes of the MLP's residuals (`index` 0) or temporaries (1)."""
-        b, chunked = self.model.dtype_bytes, self.backend.chunks_help and mlp_rows is not None and not layer.routed
-        count = ACTIVATIONS[layer.activation][index]
-        wide = count * layer.width + ROUTED * layer.routed * self.model.hidden
-        if not chunked or mlp_rows is None:
-            return rows * b * wide
-        return 0.0 if index == 0 else min(rows, mlp_rows) * b * layer.width * sum(ACTIVATIONS[layer.activation])
-
-    def _attention_temporaries(self, layer: Layer, rows: int) -> float:
+    def _attention_temporaries(self, a: Attention, rows: int) -> float:
         """Bytes of attention's own backward."""
-        a, b = layer.attention, self.model.dtype_bytes
-        if a is None:
-            return 6.0 * rows * layer.mixer_width * b
-        out = a.heads * a.value_dim
-        if self._fused_attention(layer, rows):
+        b, out = self.model.dtype_bytes, a.outputs
+        if self._is_fused(a, rows):
             return rows * b * (3 * a.queries + 2 * out + 2 * a.keys)
         seen = rows if a.window is None else min(rows, a.window)
         tiles = TILES * min(self.backend.tile_bytes, 4 * a.heads * rows * seen)
         return rows * (4 * (2 * a.queries + out + 2 * a.keys) + b * (2 * a.queries + out)) + tiles
 
+    def _is_fused(self, a: Attention, rows: int) -> bool:
+        return self.backend.attention_kind(a, rows, self.model.dtype_bytes) != "blocks"
+
     def _fused_attention(self, layer: Layer, rows: int) -> bool:
-        a, b = layer.attention, self.model.dtype_bytes
-        return a is not None and self.backend.attention_kind(a, rows, b) != "blocks"
+        return bool(layer.attention) and all(self._is_fused(a, rows) for a in layer.attention)
 
     def _dense(self, layers: Sequence[int], plan: Plan) -> float:
         """Bytes of dense copies of quantised weights."""
-        if not (plan.dequantize and self.model.quantization.bits):
+        if not (plan.dequantize and self.model.packed):
             return 0.0
-        each = [sum(x.parameters for x in self.model.layers[i].linears if not x.experts) for i in layers]
+        each = [sum(x.parameters for x in self.model.layers[i].linears if x.packed and not x.experts) for i in layers]
         waiting = (1.0 - TIGHT_DENSE) * max(each) if plan.tight else 0.0
         return (sum(each) - waiting) * self.model.dtype_bytes
 
@@ -239,7 +185,7 @@ class Estimator:
         longest = max(count for spans in row.scored for count in spans)
         chunk = min(plan.head_chunk, longest) * self.model.vocabulary * self._logit_bytes
         units = sum(map(sum, row.scored)) * H * b
-        if plan.dequantize and self.model.quantization.bits:
+        if plan.dequantize and self.model.packed:
             chunk += self._head_slices(min(plan.head_chunk, longest))
         return {"head": chunk + units + self.boundary(max(row.streams))}
 
@@ -298,8 +244,8 @@ class Estimator:
     def _products(self, i: int, rows: int, plan: Plan) -> float:
         """Bytes of a kept layer's linear outputs, without those that work in chunks or route, or end a segment."""
         layer = self.model.layers[i]
-        names = ("gate_proj", "up_proj", "down_proj") if plan.mlp_rows is not None else ()
-        outputs = [x.outputs for x in layer.linears if not x.experts and x.name not in names]
+        chunked = plan.mlp_rows is not None
+        outputs = [x.outputs for x in layer.linears if not x.experts and not (chunked and x.tokenwise)]
         return float(rows * self.model.dtype_bytes * (sum(outputs) - sum(outputs[-1:]) / plan.segment_size))
 
     def _live(self, segment: range, rows: int, plan: Plan, *, kept: bool = False) -> float:
@@ -312,7 +258,7 @@ class Estimator:
             made *= min(1.0, KEPT_RUN_AHEAD / self.backend.run_ahead)
         if plan.tight and not plan.compiled and all(self._fused_attention(self.model.layers[i], rows) for i in segment):
             made *= TIGHT_UNCOMPILED
-        return held + made + self._dense(segment, plan) + self._done_with(segment, rows, plan)
+        return self.boundary(rows) + held + made + self._dense(segment, plan) + self._done_with(segment, rows, plan)
 
     def _done_with(self, segment: range, rows: int, plan: Plan) -> float:
         """Bytes that wait for their command buffer's end, where the limit doesn't make the device wait for them.
@@ -334,13 +280,17 @@ class Estimator:
         return widest * self._at_once(plan) + self._dense(segment, plan) + self._done_with(segment, rows, plan)
 
     def _made(self, i: int, rows: int, chunk: int | None, *, compiled: bool) -> float:
-        """Bytes that layer `i`'s forward pass makes, its MLP in chunks."""
-        layer, whole = self.model.layers[i], self.residuals(i, rows, compiled=compiled)
-        if chunk is None or chunk >= rows or layer.routed or not self.backend.chunks_help:
-            return whole
-        left_out = rows - chunk
-        spared = self._fused_away(layer, left_out, None) if compiled else 0.0
-        return whole - self._mlp(layer, left_out, None, 0) + spared
+        """Bytes that layer `i`'s forward pass makes; `chunk`: tokens that its MLP takes at a time."""
+        layer, b = self.model.layers[i], self.model.dtype_bytes
+        chunked = self._chunked(layer, rows, chunk)
+        made = (
+            chunked[0].forward.at(rows) + chunked[1].forward.at(chunk or rows)
+            if chunked
+            else layer.whole.forward.at(rows)
+        )
+        made += sum(rows * b * a.outputs for a in layer.attention)
+        made += sum(rows * x.outputs + x.held for x in layer.scans)
+        return made * (self.backend.fused if compiled else 1.0)
 
     def _full(self, row: RowShape, plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
         """Everything live at once: all layers' residuals, and the logits of all rows."""
@@ -350,6 +300,6 @@ class Estimator:
         edges = sum(self.boundary(rows) for rows in row.streams)
         made = max(self.temporaries(i, max(row.streams)) for i in trained)
         logits = float(V * sum(map(sum, row.scored)) * FULL_LOGIT_BYTES[b])
-        boundaries = edges + sum(self.constants(rows) for rows in row.streams)
+        boundaries = 2 * edges + sum(self.constants(rows) for rows in row.streams)
         yield "step", {"boundaries": boundaries, "layer": held, "head": logits}
         yield "step", {"boundaries": boundaries, "layer": held + made, "adapter": float(sum(self.adapter))}

@@ -27,7 +27,7 @@ LAUNCH = (1600, 5000, 3000)
 TIGHT = 1.04  # a step whose device waits for memory
 EDGE_TOKENS = 4  # what one more segment costs, in tokens of a layer
 
-MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+SCAN = 64  # operations of a scan, for each byte of its inputs: a chunk's tokens meet each other
 
 
 @dataclass(frozen=True)
@@ -83,18 +83,18 @@ class Timer:
             chunks = -(-rows // plan.mlp_rows) if plan.mlp_rows is not None and rows > plan.mlp_rows else 0
             # One forward pass more was measured to cost nearly as much as the other two and the backward pass.
             tokens += full if plan.backward == "full" else segmented * (1 + made_again) + chunk * chunks
-        return 2.0 * tokens * sum(map(_active, self.model.layers))
+        return 2.0 * tokens * sum(layer.active for layer in self.model.layers)
 
     def _packed(self, plan: Plan) -> float:
         """What products of packed weights cost more than dense ones, where the plan leaves them packed."""
-        return self.speed.packed if self.model.quantization.bits and not plan.dequantize else 1.0
+        return self.speed.packed if self.model.packed and not plan.dequantize else 1.0
 
     def _stream(self, rows: int, plan: Plan) -> float:
         packed = self._packed(plan)
         count, total = len(self.model.layers), 0.0
         made_again = self._made_again(plan)
         for i, layer in enumerate(self.model.layers):
-            matmul = 2.0 * _active(layer) * (rows + OVERHEAD) * packed
+            matmul = 2.0 * layer.active * (rows + OVERHEAD) * packed
             attention = self._attention(layer, rows)
             forwards = 1.0
             recomputed = 0.0  # the share of the products that is computed again
@@ -106,7 +106,7 @@ class Timer:
             backward = (self.speed.mlp_chunks if chunked else 1.0) if i >= self.lowest else 0.0
             total += matmul * (1 + recomputed + backward) + attention * (forwards + ATTENTION_BACKWARD * bool(backward))
         edges = 0 if plan.backward == "full" else -(-count // plan.segment_size)
-        mean = 2.0 * sum(map(_active, self.model.layers)) / count
+        mean = 2.0 * sum(layer.active for layer in self.model.layers) / count
         return total + edges * EDGE_TOKENS * mean
 
     def _made_again(self, plan: Plan) -> float:
@@ -121,25 +121,18 @@ class Timer:
 
         Nothing needs the last product of a segment's last layer; an MLP in chunks runs again in each chunk's backward.
         """
-        active = max(1, _active(layer))
-        last = sum(x.inputs * x.outputs * (layer.routed if x.experts else 1) for x in layer.linears[-1:])
+        active = max(1, layer.active)
+        last = sum(x.active for x in layer.linears[-1:])
         share = 1.0 - last / active / plan.segment_size
-        if plan.mlp_rows is not None and plan.mlp_rows < rows and not layer.routed:
-            share += (_mlp_weights(layer) - last) / active * (1 - 1 / plan.segment_size)
+        if plan.mlp_rows is not None and plan.mlp_rows < rows:
+            chunked = sum(x.active for x in layer.linears if x.tokenwise)
+            share += max(0, chunked - last) / active * (1 - 1 / plan.segment_size)
         return share
 
     def _attention(self, layer: Layer, rows: int) -> float:
-        a = layer.attention
-        if a is None:
-            return 8.0 * layer.mixer_width * rows
-        seen = rows / 2 if a.window is None else min(rows / 2, a.window)
-        return 2.0 * rows * seen * a.heads * (a.dim + a.value_dim)
-
-
-def _mlp_weights(layer: Layer) -> int:
-    return sum(x.inputs * x.outputs for x in layer.linears if not x.experts and x.name in MLP_NAMES)
-
-
-def _active(layer: Layer) -> int:
-    """Parameters that one token is multiplied by."""
-    return sum(x.inputs * x.outputs * (layer.routed if x.experts else 1) for x in layer.linears)
+        """Operations of what mixes a layer's tokens, forward."""
+        total = float(sum(SCAN * x.inputs * rows for x in layer.scans))
+        for a in layer.attention:
+            seen = rows / 2 if a.window is None else min(rows / 2, a.window)
+            total += 2.0 * rows * seen * a.heads * (a.dim + a.value_dim)
+        return total

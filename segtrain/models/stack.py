@@ -132,8 +132,8 @@ class LayerStack:
         learner = _Learner(self.layers)
         self._record(Stream(mx.zeros((1, 4), mx.int32)), learner)
         self._signatures = learner.signatures
-        self._crossing = {name for signature in self._signatures for name in signature.reads}
-        self._writes = _first_writers(self._signatures, self._crossing)
+        self.crossing = {name for signature in self._signatures for name in signature.reads}
+        self._writes = _first_writers(self._signatures, self.crossing)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -194,7 +194,7 @@ class LayerStack:
                 self._places[i] = places([self.layers[i]])
                 self._fingerprints[i] = self._numbers.setdefault(fingerprint(self.layers[i]), len(self._numbers))
             stream = tape.stream
-            call = _static(tape.calls[i], self._crossing)
+            call = _static(tape.calls[i], self.crossing)
             names = self._signatures[i].reads, self._writes[i]
             tape.kinds[i] = (self._fingerprints[i], names, call, stream.prefix, stream.branches)
         return tape.kinds[i]
@@ -269,7 +269,7 @@ class LayerStack:
         for number, cache in call.caches.items():
             made |= dict(zip(_cache_names(number), (cache.keys, cache.values), strict=True))
             cache.keys = cache.values = None
-        known |= {name: array for name, array in made.items() if name in self._crossing and array is not None}
+        known |= {name: array for name, array in made.items() if name in self.crossing and array is not None}
 
 
 class _Recorder:

@@ -32,7 +32,7 @@ import mlx.core as mx
 
 from segtrain.recurrence.grouped import scan
 from segtrain.recurrence.sizes import Sizes, backend_name, group_tokens, on_device
-from segtrain.recurrence.triangular import lower, unit_lower_inverse
+from segtrain.recurrence.triangular import unit_lower_inverse
 
 SIZES = {
     "cpu": Sizes(chunk=16, group_bytes=1 << 18),
@@ -137,8 +137,7 @@ def _group(
 def _in_chunks(x: mx.array, size: int, K: int) -> mx.array:
     """[B, T, H, D] or [B, T, H] as [B, K, H / K, N, C, D or 1] in float32, filled up with zeros."""
     B, T, heads = x.shape[:3]
-    if missing := -T % size:
-        x = mx.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+    x = mx.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * (x.ndim - 2))
     x = x.reshape(B, -1, size, K, heads // K, x.shape[3] if x.ndim == 4 else 1)
     return x.transpose(0, 3, 4, 1, 2, 5).astype(mx.float32)
 
@@ -151,9 +150,10 @@ def _decays(logs: mx.array) -> tuple[mx.array, mx.array]:
 
 def _per_head(k: mx.array, q: mx.array, logs: mx.array) -> tuple[mx.array, mx.array]:
     """k_t D(t, s) k_s for s < t and q_t D(t, s) k_s for s <= t, zeros elsewhere: [..., C, C], one decay a head."""
-    strict = lower(k.shape[-2], strict=True)
+    i = mx.arange(k.shape[-2])
+    strict = i[:, None] > i[None]
     sums = mx.cumsum(mx.where(strict, logs, 0), axis=-2)
-    decay = mx.where(lower(k.shape[-2], strict=False), mx.exp(sums), 0)
+    decay = mx.where(i[:, None] >= i[None], mx.exp(sums), 0)
     kt = k.swapaxes(-1, -2)
     return mx.where(strict, decay * (k @ kt), 0), decay * (q @ kt)
 

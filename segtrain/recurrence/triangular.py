@@ -1,26 +1,8 @@
 """Inverse of a unit lower triangular matrix in plain operations."""
 
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
-
-
-@cache
-def lower(size: int, *, strict: bool) -> mx.array:
-    """Where a row's number is above (or at) a column's, [C, C]: made once, since every group of a scan needs it."""
-    return mx.array([[column < row + (not strict) for column in range(size)] for row in range(size)])
-
-
-@cache
-def _between(size: int, block: int) -> mx.array:
-    """Where a row is in the second and a column in the first of two blocks on the diagonal that are to be joined."""
-    return mx.array(
-        [
-            [row // (2 * block) == column // (2 * block) and row // block > column // block for column in range(size)]
-            for row in range(size)
-        ]
-    )
 
 
 def unit_lower_inverse(a: mx.array) -> mx.array:
@@ -37,9 +19,12 @@ def unit_lower_inverse(a: mx.array) -> mx.array:
 @mx.custom_function
 def _inverse(a: mx.array) -> mx.array:
     size = a.shape[-1]
-    inverse, block = mx.eye(size, dtype=a.dtype) - mx.where(_between(size, 1), a, 0), 2
+    row, column = mx.arange(size)[:, None], mx.arange(size)[None]
+    inverse, block = mx.broadcast_to(mx.eye(size, dtype=a.dtype), a.shape), 1
     while block < size:
-        inverse = inverse - inverse @ mx.where(_between(size, block), a, 0) @ inverse
+        between = (row // (2 * block) == column // (2 * block)) & (row // block > column // block)
+        below = mx.where(between, a, 0)
+        inverse = inverse - (below if block == 1 else inverse @ below @ inverse)
         block *= 2
     return inverse
 

@@ -17,7 +17,8 @@ from segtrain.engine.backward import Backward
 from segtrain.engine.layouts import Layout
 from segtrain.errors import RunFailed
 from segtrain.events import Event, Memory, Notice, PlanChosen
-from segtrain.memory import choices, machine, rows, shapes
+from segtrain.memory import anatomy, choices, machine, rows
+from segtrain.memory.anatomy import Subject
 from segtrain.memory.backends import BACKENDS, Backend, with_buffers
 from segtrain.memory.choose import Chooser, Option, longest
 from segtrain.memory.device import MARGIN, default_budget
@@ -237,7 +238,8 @@ def in_short_kernels(option: Option, row: RowShape, backend: Backend) -> Option:
 
 def _chooser(session: Session, backend: Backend) -> Chooser:
     """The estimate for the model that is loaded: its weights are in memory, so their size is known."""
-    model = shapes.read(session.loaded.config)
+    subject = Subject(session.loaded.model, session.stack, session.lora)
+    model = anatomy.read(subject, backend.name, session.loaded.config)
     return choices.chooser(model, backend, session.recipe, resident=frozen_bytes(session.loaded.model))
 
 

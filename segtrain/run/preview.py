@@ -5,11 +5,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from segtrain.errors import UserError
-from segtrain.memory import choices, machine, shapes
+from segtrain.memory import choices, machine
 from segtrain.memory.backends import Backend, here
 from segtrain.memory.choose import Chooser, Option, longest, preferred, sizes
 from segtrain.memory.device import default_budget
 from segtrain.memory.rows import RowShape
+from segtrain.memory.shapes import Model
 from segtrain.memory.source import find
 from segtrain.models.support import refuse, shares_prefix
 
@@ -61,8 +62,8 @@ def preview(
     name = model or (recipe.model if recipe else "")
     source = find(name)
     refuse(source.config)
-    shape = shapes.read(source.config)
     backend = machine.steered(here())
+    shape = _shapes(source.config, recipe, backend)
     limit = _budget(recipe, budget, backend)
     chooser = choices.chooser(shape, backend, recipe, resident=source.weights)
     _require_room(chooser, limit, name)
@@ -70,7 +71,9 @@ def preview(
     lengths = _lengths(recipe, name)
     if seq is None and lengths.named:
         length = max(2, min(length, max(lengths.named.values())))
-    case = _Case(chooser, backend, limit, lengths, shares_prefix(shape.model_type) and _shares(recipe))
+    case = _Case(
+        chooser, backend, limit, lengths, shares_prefix(str(source.config.get("model_type"))) and _shares(recipe)
+    )
     found = case.preview(name, length, shape.positions or FAR)
     if measure:
         from segtrain.run.measure import measured_step
@@ -179,6 +182,12 @@ class _Case:
         return line
 
 
+def _shapes(config: Mapping[str, Any], recipe: "Recipe | None", backend: Backend) -> Model:
+    from segtrain.memory import anatomy  # imports mlx
+
+    return anatomy.of_config(config, backend.name, lambda layers: choices.adapter(recipe, layers))
+
+
 def _budget(recipe: "Recipe | None", budget: str | None, backend: Backend) -> int:
     from segtrain.recipe.schema import parse_bytes
 
@@ -202,7 +211,7 @@ def _rounded_up(size: int) -> str:
     return f"{-(-size // (GB // 10)) / 10:.1f}GB" if size >= GB else f"{-(-size // 10**6)}MB"
 
 
-def _length(recipe: "Recipe | None", seq: int | None, shape: shapes.Model) -> int:
+def _length(recipe: "Recipe | None", seq: int | None, shape: Model) -> int:
     """The row length to plan for. Raises UserError where the model has no such positions, or nothing says."""
     length = seq or (recipe.data.max_seq_length if recipe else None)
     if length is None:

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from segtrain.attention import dispatch
 from segtrain.errors import RunFailed
-from segtrain.memory import machine, shapes
+from segtrain.memory import anatomy, machine, shapes
 from segtrain.memory.backends import BACKENDS
 from segtrain.models.quantized_check import Quantisation, quantisations
 from segtrain.recurrence import gated_delta
@@ -40,10 +40,10 @@ class Subject:
     @classmethod
     def of(cls, config: Mapping[str, Any], quantised: Iterable[Quantisation]) -> "Subject":
         """Of a model with this `config.json`. Raises UserError where a key that it needs is missing or absurd."""
-        shape = shapes.read(config)
+        shape = anatomy.of_config(config, dispatch.backend().name)
         dtype = mx.float32 if shape.dtype_bytes == 4 else mx.bfloat16
-        kinds = {_kind(layer.attention, dtype) for layer in shape.layers if layer.attention}
-        recurrent = any(layer.mixer_width for layer in shape.layers)
+        kinds = {_kind(attention, dtype) for layer in shape.layers for attention in layer.attention}
+        recurrent = any(layer.scans for layer in shape.layers)
         return cls(
             tuple(sorted(kinds, key=str)), tuple(sorted(quantised)), tuple(checks.RECURRENCES) if recurrent else ()
         )

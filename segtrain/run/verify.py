@@ -15,7 +15,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from segtrain.attention.dispatch import backend
 from segtrain.data import PreferenceRow, Row, SupervisedRow, open_data
 from segtrain.data.rows import Origin
 from segtrain.engine import objectives
@@ -29,7 +28,6 @@ from segtrain.models.plain import PlainForward
 from segtrain.recipe.schema import Recipe
 from segtrain.run.session import Session, open_session
 
-TF32 = 5e-2  # float32 products that a GPU rounds to 10 bits, layer upon layer; a wrong gradient differs by about 1
 EXACT, HALF = 1e-4, 0.2  # tolerances in float32 and in 16 bits, where two exact orders of summation differ by percents
 SHORT = 256  # tokens of a row that are compared
 CANDIDATES = 32  # rows of which the shortest is taken
@@ -106,15 +104,10 @@ def compare(session: Session, row: Row) -> VerifyReport:
         exact = all(p.dtype != mx.bfloat16 and p.dtype != mx.float16 for _, p in _floats(model))
     errors = module_errors(full.grads, segmented.grads)
     loss_full, loss_segmented = float(full.loss.total), float(segmented.loss.total)
-    tolerance = (TF32 if in_tf32() else EXACT) if exact else HALF
+    tolerance = EXACT if exact else HALF
     close = abs(loss_segmented - loss_full) <= tolerance * abs(loss_full)
     passed = close and bool(errors) and all(error.relative_error <= tolerance for error in errors)
     return VerifyReport(passed, tolerance, errors, loss_full, loss_segmented, len(row), size, str(row.origin))
-
-
-def in_tf32() -> bool:
-    """Whether float32 products may be rounded to TF32: on a GPU, unless mlx was told otherwise at its start."""
-    return backend().name != "cpu" and os.environ.get("MLX_ENABLE_TF32", "1") != "0"
 
 
 @contextmanager
