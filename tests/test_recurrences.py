@@ -210,6 +210,36 @@ def test_the_plain_pass_has_a_gradient_where_mlx_lm_has_a_kernel_without_one(mon
     assert tiny.relative(expected.grads, step.grads) < 1e-5
 
 
+OPTIONS = [{}, {"lower_bound": -5.0}, {"allow_neg_eigval": True}]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("channels", [False, True])
+def test_the_door_computes_mlx_lms_update(channels: bool, options: dict, masked: bool):
+    """With every option that a model file gives it; a masked token changes no state, and its output is nobody's."""
+    mx.random.seed(5)
+    q, k, v = (mx.random.normal((2, 21, heads, 8)) * 8**-0.5 for heads in (2, 2, 4))
+    shape = (4, 8) if channels else (4,)
+    a, b = mx.random.normal((2, 21, *shape)), mx.random.normal((2, 21, 4))
+    A_log, dt_bias = mx.random.normal((4, 1) if channels else (4,)), mx.random.normal(shape)
+    args = [q, k, v, a, b, A_log, dt_bias, mx.random.normal((2, 4, 8, 8))]
+    mask = mx.arange(21)[None] < mx.array([[21], [13]]) if masked else None
+    update = recurrences.delta_rule(Stream(mx.zeros((2, 21), mx.int32)), None, gated_delta.gated_delta_update)
+
+    def of(f: Callable) -> Callable:
+        def seen(*args: mx.array) -> list[mx.array]:
+            y, state = f(*args, mask, **options)
+            return [y if mask is None else mx.where(mask[..., None, None], y, 0), state]
+
+        return seen
+
+    cotangents = [mx.random.normal(v.shape), mx.random.normal((2, 4, 8, 8))]
+    ours, theirs = (mx.vjp(of(f), args, cotangents) for f in (update, gated_delta.gated_delta_update))
+    for mine, expected in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True):
+        assert mx.linalg.norm((mine - expected).flatten()).item() < 1e-5 * mx.linalg.norm(expected.flatten()).item()
+
+
 @contextmanager
 def one_after_the_other(name: str) -> Iterator[None]:
     """The rejected response goes on from the chosen one, in recurrences or in convolutions."""
