@@ -65,8 +65,8 @@ DOORS: list[tuple[str, str, Maker]] = [
 ]
 """(model file, what is replaced, by what)."""
 
-RESTARTS = {*(file for file, *_ in DOORS), "lfm2", "lfm2_moe", "gear"}
-"""Model files whose recurrent and convolutional layers all go through a door, so that branches begin again there."""
+RESTARTS = {*(file for file, *_ in DOORS), "lfm2", "lfm2_moe", "gear", "longcat_flash"}
+"""Files with other caches than one of keys and values a layer, in which all that looks back goes through doors."""
 
 
 def restarts(layers: Sequence[nn.Module]) -> bool:

@@ -126,6 +126,16 @@ def token_shift(stream: Stream, attend: Any, original: Any) -> Any:
     return shift
 
 
+def ngram_shift(stream: Stream, attend: Any, original: Any) -> Any:
+    """LongCat's embedding of n-grams: the token ids [B, T] of `n` rows before, zeros before the first."""
+
+    def shift(self: nn.Module, ids: mx.array, n: int) -> mx.array:
+        runs = padded_runs(stream, mx.pad(ids, [(0, 0), (n, 0)]), n)
+        return mx.concatenate([rows[:, :-n] for rows in runs], axis=1)
+
+    return shift
+
+
 def rg_lru(stream: Stream, attend: Any, original: Any) -> Any:
     """Recurrent Gemma's `rnn_scan`; x and its decays a [B, T, D]."""
 
@@ -180,6 +190,7 @@ DOORS: list[tuple[str, str, Callable[..., Any]]] = [
     *((file, "recurrent_gla", lightning) for file in ("bailing_moe_linear", "bailing_hybrid")),
     ("rwkv7", "Rwkv7TimeMixing._wkv7", rwkv),
     ("rwkv7", "TokenShift.__call__", token_shift),
+    ("longcat_flash_ngram", "NgramEmbedding._shift_right", ngram_shift),
     ("recurrent_gemma", "rnn_scan", rg_lru),
     ("recurrent_gemma", "Conv1d.__call__", recurrent_gemma_convolution),
     ("recurrent_gemma", "create_attention_mask", windowed_mask),

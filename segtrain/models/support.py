@@ -20,7 +20,6 @@ MLX_LM = "0.32.2"
 LEARNT = "positions are learnt, one for each row"
 SPARSE = "its sparse attention works on [T, T] arrays"
 CHUNKED = "its chunked attention works on [T, T] arrays"
-DOUBLE = "two caches a layer"
 DYNAMIC = "with dynamic rope scaling, pairs run as two streams"
 TEXT = "the text part"
 QUADRATIC = "attention memory grows with the square of the row"
@@ -101,8 +100,8 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "llama4": Family(CHUNKED, experts=True, note=f"{TEXT}; {QUADRATIC}"),
     "llama4_text": Family(),
-    "longcat_flash": Family(DOUBLE, experts=True),
-    "longcat_flash_ngram": Family(DOUBLE, experts=True),
+    "longcat_flash": Family(experts=True),
+    "longcat_flash_ngram": Family(experts=True),
     "mamba": Family(),
     "mamba2": Family(),
     "mellum": Family(experts=True),
