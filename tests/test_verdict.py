@@ -40,7 +40,7 @@ def trend(first: float, last: float, steps: int, scatter: float = 0.0) -> Trend:
         (trend(1.5, 1.5, 900, 0.2), 900, {}, ["train.learning_rate (0.0001) may be too low"]),
         (trend(4.7, 3.0, 8), 8, {}, None),
         (trend(2.0, 1.5, 900, 0.2), 900, {}, None),
-        (trend(2.0, 2.0, 1), 1, {}, None),
+        (trend(2.0, 3.0, 3), 3, {}, None),
     ],
 )
 def test_verdicts(found: Trend, steps: int, train: dict[str, float], words: list[str] | None) -> None:

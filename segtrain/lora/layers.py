@@ -199,7 +199,9 @@ class LoRASwitchLinear(LoRAModule):
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         y = self.linear(x, indices, sorted_indices=sorted_indices)
         z = self._dropout(x) if self._dropout else x
-        for factor in self.factors(x.dtype):
+        dtype = mx.float32 if mx.default_device().type == mx.cpu else x.dtype  # all that the CPU's gather_mm takes
+        z = z.astype(dtype)
+        for factor in self.factors(dtype):
             z = mx.gather_mm(z, factor.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
         return y + z.astype(y.dtype)
 

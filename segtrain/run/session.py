@@ -15,6 +15,7 @@ from segtrain.engine.traces import Traces
 from segtrain.errors import UserError
 from segtrain.lora.layers import Lora, attach
 from segtrain.memory.plan import Plan
+from segtrain.models.experts import check_experts
 from segtrain.models.load import Loaded
 from segtrain.models.positions import pads
 from segtrain.models.stack import Execution, LayerStack, UnsupportedModel
@@ -94,6 +95,7 @@ def open_session(recipe: Recipe, objective: Objective, loaded: Loaded) -> Sessio
 
     Raises UserError for what the recipe or the model can't do, RunFailed where mlx is wrong on this machine.
     """
+    check_experts(loaded.model, recipe.model)
     found = ready(loaded)
     lo_hi = recipe.lora.layer_range(len(loaded.model.layers))
     targets: str | Sequence[str] = recipe.lora.targets

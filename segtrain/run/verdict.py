@@ -12,6 +12,7 @@ from segtrain.recipe.schema import TrainRecipe
 ENDS = 20  # training losses that are kept of a run's beginning and of its end
 ROSE, MOVED = 0.05, 0.02  # shares of the loss: above it a run got worse, below it nothing was learnt
 HIGH = 1e-2  # rates of adaptive optimisers above it are beyond what LoRA takes (about 1e-5 to 1e-3)
+FEWEST = 4  # updates without which two losses may differ by their rows alone
 FEW = 100  # updates: a run below it is too short before its rate is too low
 
 
@@ -43,7 +44,7 @@ class Trend:
 
 def verdict(trend: Trend, steps: int, train: TrainRecipe) -> str | None:
     """A sentence on a run of `steps` updates that got worse or hardly moved; None for one that learnt."""
-    if len(trend.first) < 2:
+    if len(trend.evaluated) < 2 and len(trend.first) < FEWEST:
         return None
     before, after, scatter = trend.ends()
     what = f"the {'validation ' if len(trend.evaluated) == 2 else ''}loss"
