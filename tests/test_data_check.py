@@ -88,7 +88,7 @@ def test_all_malformed_rows_are_counted_and_the_first_one_told(tmp_path, workers
         checked(path, workers)
     message = str(error.value)
     assert message.startswith(f"{path}:11: not valid JSON")
-    assert message.endswith(f"(2 more rows can't be read, the next: {path}:12: text must be a string, not a number)")
+    assert message.endswith(f"(2 more rows are refused, the next: {path}:12: text must be a string, not a number)")
 
 
 @pytest.mark.parametrize("workers", SEVERAL)

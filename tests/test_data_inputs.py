@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+import yaml
 from data_toys import FILES, byte_level, recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,16 +124,17 @@ BAD = [
     ("only_blank_lines.jsonl", ": the data holds no row"),
     (
         "empty_object.jsonl",
-        f":1: a row needs the fields {FORMS}; this one has no fields (rename fields with data.columns)",
+        f":1: a row needs one of: {FORMS}; this one has no fields",
     ),
     (
         "unknown_fields.jsonl",
-        f":1: a row needs the fields {FORMS}; this one has question, answer (rename fields with data.columns)",
+        f":1: a row needs one of: {FORMS}; this one has question, answer; if these are they, "
+        "write data.columns: {prompt: question, completion: answer}",
     ),
     (
         "prompt_only.jsonl",
-        f":1: a row needs the fields {FORMS}; this one has prompt, answer, so completion is missing "
-        "(rename fields with data.columns)",
+        f":1: a row needs one of: {FORMS}; this one has prompt, answer, so completion is missing"
+        "; if these are they, write data.columns: {completion: answer}",
     ),
     (
         "from_in_messages.jsonl",
@@ -190,8 +192,7 @@ BAD = [
     ("pair_number.jsonl", ":1: rejected must be a string or a list of messages, not a number"),
     (
         "pair_no_rejected.jsonl",
-        f":1: a row needs the fields {FORMS}; this one has prompt, chosen, so rejected is missing "
-        "(rename fields with data.columns)",
+        f":1: a row needs one of: {FORMS}; this one has prompt, chosen, so rejected is missing",
     ),
     (
         "pair_whitespace.jsonl",
@@ -520,3 +521,27 @@ def test_mlx_lms_hf_dataset_on_a_local_folder(tmp_path):
     data = open_data(Recipe.from_mapping(given), TOKENIZER)
     assert data.valid is not None
     assert (data.counts["rows"], [row.origin.line for row in data.valid]) == (10, [19, 20])
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"promt": "a", "completion": "b"}, "{prompt: promt}"),
+        ({"prompt": "a", "chosen": "b", "rejectd": "c"}, "{rejected: rejectd}"),
+        ({"mesages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}, "{messages: mesages}"),
+        ({"question": "a", "answer": "b", "id": 3}, "{prompt: question, completion: answer}"),
+        ({"body": "a"}, "{text: body}"),
+        ({"a": "a", "b": "b", "c": "c"}, None),
+        ({"id": 3}, None),
+    ],
+)
+def test_the_line_to_type_is_told_and_works(tmp_path, row, columns):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    loss = "orpo" if "chosen" in row else "sft"
+    with pytest.raises(UserError) as caught:
+        opened(str(path), loss)
+    found = re.search(r"write data\.columns: (\{.*\})", str(caught.value))
+    assert (found and found[1]) == columns
+    if found:
+        assert opened(str(path), loss, columns=yaml.safe_load(found[1])).counts["rows"] == 1

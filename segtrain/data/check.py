@@ -130,7 +130,7 @@ class _Seen:
         """Raises UserError where rows are malformed: the first in full, and where the next ones stand."""
         if not self.faults:
             return
-        more = f" ({self.fault_count - 1} more rows can't be read" if self.fault_count > 1 else ""
+        more = f" ({self.fault_count - 1} more rows are refused" if self.fault_count > 1 else ""
         then = f", the next: {self.faults[1]})" if len(self.faults) > 1 else ")" if more else ""
         raise UserError(self.faults[0] + more + then)
 

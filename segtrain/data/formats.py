@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from segtrain.data.columns import guessed
 from segtrain.data.raw import Raw, kind
 from segtrain.data.rows import Origin
 from segtrain.errors import UserError
@@ -145,10 +146,12 @@ class Reader:
             if form.fits(row):
                 return form
         wanted = "; ".join(" and ".join(form.fields) for form in forms)
-        raise UserError(
-            f"{origin}: {'a row' if self.format == 'auto' else f'a {self.format} row'} needs the fields {wanted}; "
-            f"this one has {_keys(row)}{_missing(forms, row)} (rename fields with data.columns)"
-        )
+        what = "a row" if self.format == "auto" else f"a {self.format} row"
+        needs = f"needs one of: {wanted}" if len(forms) > 1 else f"needs {wanted}"
+        columns = self.columns | guessed([form.fields for form in forms], row)
+        line = ", ".join(f"{ours}: {theirs}" for ours, theirs in columns.items())
+        fix = f"; if these are they, write data.columns: {{{line}}}" if columns != self.columns else ""
+        raise UserError(f"{origin}: {what} {needs}; this one has {_keys(row)}{_missing(forms, row)}{fix}")
 
     def _settle(self, form: Form, origin: Origin) -> None:
         if self.pairs is True and form.format != "preference":
