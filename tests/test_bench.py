@@ -20,9 +20,18 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrote(**changes: Any) -> None:
-    content = {"backend": "cpu", "mlx": machine.mlx_version(), "choices": {}} | changes
+    content = {"machine": machine.device(), "backend": "cpu", "mlx": machine.mlx_version(), "choices": {}} | changes
     machine.path().parent.mkdir(parents=True, exist_ok=True)
     machine.path().write_text(json.dumps(content))
+
+
+def test_what_another_device_measured_is_as_if_there_were_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home directory may be shared by machines with one mlx and one backend."""
+    assert machine.device()
+    machine.write(machine.path(), {"backend": "cpu", "mlx": machine.mlx_version(), "choices": {"packed": 0.5}})
+    assert machine.measured(BACKENDS["cpu"]) == {"packed": 0.5}
+    monkeypatch.setattr(machine, "device", lambda: "another")
+    assert machine.measured(BACKENDS["cpu"]) == {}
 
 
 def test_every_choice_is_measured_and_read_back() -> None:

@@ -4,8 +4,10 @@ A file is for the versions and the device that it names; with others it is as if
 goes by what doctor found.
 """
 
+import functools
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,6 +44,28 @@ def mlx_version() -> str:
         return "none"
 
 
+@functools.cache
+def device() -> str:
+    """What computes here, as the system names it: a home directory may be shared by several machines."""
+    gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    if sys.platform == "darwin":
+        asked = subprocess.run(
+            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
+        )
+        return asked.stdout.strip()
+    names = [_field(path, "Model") for path in gpus] or [_field(Path("/proc/cpuinfo"), "model name")]
+    return ", ".join(names)
+
+
+def _field(path: Path, name: str) -> str:
+    """The first value of a `name : value` line; empty where there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+
+
 def measured(backend: Backend) -> Mapping[str, Any]:
     """The choices for this backend and mlx version; empty where there are none."""
     return {**_choices(path(), backend), **_choices(findings_path(), backend)}
@@ -53,21 +77,22 @@ def _choices(file: Path, backend: Backend) -> Mapping[str, Any]:
 
 
 def read(file: Path, backend: str) -> dict[str, Any]:
-    """A file's content; empty where it can't be read, or is of another backend or mlx version."""
+    """A file's content; empty where it can't be read, or is of another device, backend or mlx version."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict) or (found.get("backend"), found.get("mlx")) != (backend, mlx_version()):
+    wanted = {"machine": device(), "backend": backend, "mlx": mlx_version()}
+    if not isinstance(found, dict) or any(found.get(key) != value for key, value in wanted.items()):
         return {}
     return found
 
 
 def write(file: Path, content: Mapping[str, Any]) -> None:
-    """Put `content` in the file's place, whole. Raises OSError."""
+    """Put `content`, marked with this device, in the file's place, whole. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps({"machine": device(), **content}, indent=1) + "\n", encoding="utf-8")
     os.replace(draft, file)
 
 

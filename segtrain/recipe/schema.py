@@ -380,7 +380,10 @@ class Recipe(Section):
         if self.data.test:
             yield "data.test is not read in training: only data.valid is evaluated"
         if self.trust_remote_code:
-            yield f"trust_remote_code runs Python code that comes with {self.model}; be sure that you trust its author"
+            yield (
+                f"trust_remote_code runs Python code that comes with {self.model}, its tokenizer's and its own; be sure "
+                "that you trust its author"
+            )
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
