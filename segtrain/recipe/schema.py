@@ -381,8 +381,8 @@ class Recipe(Section):
             yield "data.test is not read in training: only data.valid is evaluated"
         if self.trust_remote_code:
             yield (
-                f"trust_remote_code runs Python code that comes with {self.model}, its tokenizer's and its own; be sure "
-                "that you trust its author"
+                f"trust_remote_code runs Python code that comes with {self.model}, its tokenizer's and its own; be "
+                "sure that you trust its author"
             )
 
 
