@@ -220,7 +220,10 @@ def check_graft(shape: Shape, messages: list[dict], text: str, targets: list[str
     asked = text[: text.rfind(target)]
     turn = next(n for n in wanted(messages) if rendered(shape, messages[:n], True) == asked)
     shown = rendered(shape, messages[: turn + 1])
-    assert shown.endswith(text[len(asked) :])
+    rest = text[len(asked) :]
+    assert shown.endswith(rest)
+    tokens, tail = (TOKENIZER.encode(part, add_special_tokens=False) for part in (shown, rest))
+    assert tokens[-len(tail) :] == tail, "the turn's text begins within a token"
     assert messages[turn]["content"].strip() in target
 
 

@@ -5,6 +5,7 @@ An example gives one row, or several where its template shows no rendering that 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from segtrain.data.chat import ChatTemplate, one_line
@@ -52,7 +53,7 @@ class Encoder:
     supervise_reasoning: bool = True
     remarks: set[str] = field(default_factory=set)
 
-    @property
+    @cached_property
     def limit(self) -> Limit:
         return Limit(self.max_length, self.on_long, self.codec.bos)
 
@@ -130,8 +131,9 @@ class Encoder:
         definition = self._definition(chat.messages, chat.tools, chat.kwargs, origin)
         if self.supervise == "all":
             return [self._row(self._everything(definition, chat, origin), origin)]
-        wanted = [turn for turn in self._wanted(chat) if definition.askable(turn)]
-        if len(wanted) < len(self._wanted(chat)):
+        turns = self._wanted(chat)
+        wanted = [turn for turn in turns if definition.askable(turn)]
+        if len(wanted) < len(turns):
             self.remarks.add(UNASKED)
         if not wanted:
             return [Dropped(UNSUPERVISED, origin)]
@@ -297,8 +299,9 @@ def _asked(before: list[Message], prompt: str | None, answer: str) -> list[Messa
 
 
 def _says(message: Message) -> bool:
-    said = (message.get(name) for name in ("tool_calls", *REASONING))
-    return bool(str(message["content"]).strip() or any(said))
+    if str(message["content"]).strip():
+        return True
+    return any(message.get(name) for name in ("tool_calls", *REASONING))
 
 
 def _says_nothing(example: Example) -> str | None:

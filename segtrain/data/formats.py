@@ -40,6 +40,7 @@ SHAREGPT_ROLES = {
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _FLAGS = ("train", "loss", "training")
 _PARTS = ("train_detail", "training_detail")
+_WEIGHTED = frozenset((*_FLAGS, *_PARTS, "weight"))
 
 
 @dataclass(frozen=True)
@@ -304,11 +305,14 @@ class _Fields:
             meant = SHAREGPT_ROLES.get(role) if isinstance(role, str) else None
             hint = f"; write {meant}" if meant else ""
             raise self.error(f"{where}.role is {role!r}, not one of {', '.join(ROLES)}{hint}")
-        message = {**message, **self.calls(where, message)}
+        if "tool_calls" in message or "function_call" in message:
+            message = {**message, **self.calls(where, message)}
         return {**self.weighted(where, message), "content": self.content(where, message)}
 
     def weighted(self, where: str, message: Message) -> Message:
         """The turn with its `weight`, into which `train` and `loss` go. Raises UserError where it can't be honoured."""
+        if _WEIGHTED.isdisjoint(message):
+            return message
         given = [name for name in (*_FLAGS, *_PARTS, "weight") if message.get(name) is not None]
         if not given:
             return message
@@ -431,10 +435,12 @@ def _calls(text: str) -> list[dict[str, Any]] | None:
 
 def thought_of(message: Message) -> tuple[str, str]:
     """A turn's thought and the text after it, both without white space around them."""
-    inline, closed, answer = str(message.get("content") or "").rpartition("</think>")
+    content = str(message.get("content") or "")
     given = next((str(message[name]) for name in REASONING if message.get(name)), "")
-    thought = given or (inline.rpartition("<think>")[2] if closed else "")
-    return thought.strip(), answer.strip()
+    if "</think>" not in content:
+        return given.strip(), content.strip()
+    inline, _, answer = content.rpartition("</think>")
+    return (given or inline.rpartition("<think>")[2]).strip(), answer.strip()
 
 
 def _keys(row: Mapping[str, Any]) -> str:

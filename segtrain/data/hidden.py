@@ -123,9 +123,10 @@ def _of_context(laid: Laid) -> set[str]:
         content = str(message.get("content") or "").strip()
         if message["role"] != "assistant" and content not in laid.text and not _changes(view, last, number):
             found.add(MESSAGE)
-    names = [str(_function(tool).get("name", "")) for tool in view.tools or []]
-    if not all(name in laid.text for name in names) and _same_without_tools(view, last):
-        found.add(TOOLS)
+    if view.tools:
+        names = [str(_function(tool).get("name", "")) for tool in view.tools]
+        if not all(name in laid.text for name in names) and _same_without_tools(view, last):
+            found.add(TOOLS)
     return found
 
 

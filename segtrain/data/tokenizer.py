@@ -31,6 +31,7 @@ class Tokenizer(Protocol):
 
 ENDS = "model_end_ids"  # the attribute under which `load_tokenizer` leaves the model's end tokens
 _CHARACTER = 4  # a character has no more bytes than that
+_SHORT, _KNOWN = 4, 1024  # texts up to that many characters are tokenised once, up to that many of them
 PYTHON_TEMPLATE = "model_python_template"  # and a chat template that is Python code of mlx-lm, by name
 
 
@@ -89,12 +90,21 @@ class Codec:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.given, self.tokenizer = tokenizer, bare(tokenizer)
+        self._known: dict[str, list[int]] = {}
         tokenizer = self.tokenizer
         _silence_length_warning(tokenizer)
 
     def ids(self, text: str) -> list[int]:
-        if not text:
-            return []
+        if len(text) > _SHORT:
+            return self._ids(text)
+        found = self._known.get(text)  # what stands between turns, say a line end, comes again in every row
+        if found is None:
+            found = self._ids(text) if text else []
+            if len(self._known) < _KNOWN:
+                self._known[text] = found
+        return found.copy()
+
+    def _ids(self, text: str) -> list[int]:
         if self._backend is not None:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         return self._slow_ids(text)
@@ -187,10 +197,14 @@ class Codec:
 
     def splits_token(self, text: str, at: int) -> bool:
         """Whether `at` lies inside the text of an added token."""
-        longest = len(self.added_texts[0]) if self.added_texts else 0
-        lo = max(0, at - longest + 1)
-        around = text[lo : at + longest - 1]
+        lo = max(0, at - self._longest + 1)
+        around = text[lo : at + self._longest - 1]
         return any(match.start() < at - lo < match.end() for match in self._any_added.finditer(around))
+
+    @cached_property
+    def _longest(self) -> int:
+        """Of the added tokens' texts, in characters."""
+        return len(self.added_texts[0]) if self.added_texts else 0
 
     @cached_property
     def _any_added(self) -> re.Pattern[str]:

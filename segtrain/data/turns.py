@@ -32,7 +32,7 @@ class MaskError(ValueError):
     """Why a turn's target can't be told."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Target:
     """What of a row's text is learnt of one turn (its index among the messages)."""
 
@@ -41,7 +41,7 @@ class Target:
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Laid:
     """A row to be: its text, the turns' targets in order, how it was found, and the renderings it comes from."""
 
@@ -59,20 +59,23 @@ class View:
     ) -> None:
         self.template, self.messages, self.tools, self.kwargs = template, messages, tools, kwargs
         self._made: dict[tuple[int, bool], str | Exception] = {}
+        self._targets: dict[int, Target] = {}
 
     def render(self, count: int, ask: bool = False) -> str:
         """The first `count` messages. Raises MaskError with the template's words."""
-        key = (count, ask)
-        if key not in self._made:
-            try:
-                self._made[key] = self.of(self.messages[:count], ask)
-            except Exception as error:
-                self._made[key] = error
-        found = self._made[key]
+        found = self._made.get((count, ask))
+        if found is None:
+            found = self._made[count, ask] = self._try(count, ask)
         if isinstance(found, str):
             return found
         what = f"for the prompt of turn {count + 1}" if ask else f"for the turns up to {count}"
         raise MaskError(f"the template fails {what}: {one_line(found)}") from found
+
+    def _try(self, count: int, ask: bool) -> str | Exception:
+        try:
+            return self.of(self.messages[:count], ask)
+        except Exception as error:
+            return error
 
     def of(self, messages: Sequence[Message], ask: bool = False) -> str:
         return self.template.render(messages, self.tools, ask=ask, kwargs=self.kwargs)
@@ -95,12 +98,17 @@ class View:
 
     def target(self, turn: int) -> Target:
         """The target in `shown`, where that continues `asked`."""
-        start = len(self.asked(turn))
-        return Target(turn, start, start + target_length(self.template, self.shown(turn)[start:]))
+        found = self._targets.get(turn)
+        if found is None:
+            start = len(self.asked(turn))
+            length = target_length(self.template, self.shown(turn)[start:])
+            found = self._targets[turn] = Target(turn, start, start + length)
+        return found
 
     def holds(self, turns: Sequence[int]) -> bool:
         """Whether the full rendering has every turn's prompt and target as they are by definition."""
-        return all(self.full.startswith(self.shown(turn)[: self.target(turn).end]) for turn in turns)
+        full, last = self.full, len(self.messages) - 1
+        return all(turn == last or full.startswith(self.shown(turn)[: self.target(turn).end]) for turn in turns)
 
 
 class Definition:
