@@ -14,6 +14,7 @@ Shapes: B batch, T tokens, then any axes for the channels.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -72,17 +73,23 @@ def _in_blocks(a: mx.array, b: mx.array, state: mx.array) -> mx.array:
     a, b = _split(a, blocks, steps, fill=1), _split(b, blocks, steps, fill=0)
     product, end = a[:, :, 0], b[:, :, 0]
     for i in range(1, steps):
-        product, end = a[:, :, i] * product, a[:, :, i] * end + b[:, :, i]
+        product, end = a[:, :, i] * product, _next(a[:, :, i], end, b[:, :, i])
     starts = []
     for k in range(blocks):
         starts.append(state)
-        state = product[:, k] * state + end[:, k]
+        state = _next(product[:, k], state, end[:, k])
     h = mx.stack(starts, axis=1)
     found = []
     for i in range(steps):
-        h = a[:, :, i] * h + b[:, :, i]
+        h = _next(a[:, :, i], h, b[:, :, i])
         found.append(h)
     return mx.stack(found, axis=2).flatten(1, 2)[:, :length]
+
+
+@partial(mx.compile, shapeless=True)
+def _next(a: mx.array, h: mx.array, b: mx.array) -> mx.array:
+    """One step in one pass over memory; equal shapes, elementwise."""
+    return a * h + b
 
 
 def _split(x: mx.array, blocks: int, steps: int, fill: int) -> mx.array:
