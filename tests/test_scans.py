@@ -98,6 +98,12 @@ def test_a_repeated_key_is_removed_exactly():
     assert max(errors(RULES["rwkv7"], rwkv7_inputs(150, gate=-30, same_key=True))) <= 1e-5
 
 
+def test_rwkv7s_decays_down_to_the_smallest_that_is_promised():
+    mx.random.seed(10)
+    r, w, *rest = rwkv7_inputs(70)
+    assert max(errors(RULES["rwkv7"], [r, mx.full(w.shape, 0.1), *rest])) <= 1e-5
+
+
 def test_weak_decays_after_strong_ones_keep_their_digits():
     """Differences of running sums would lose 1e-3 of each weak decay here."""
     mx.random.seed(5)

@@ -161,6 +161,15 @@ LONGCAT = {
     "zero_expert_num": 2,
     "zero_expert_type": "identity",
 }
+MAMBA: dict[str, Any] = {
+    "conv_kernel": 4,
+    "state_size": 8,
+    "time_step_rank": 4,
+    "use_bcdt_rms": False,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "tie_word_embeddings": True,
+}
 MAMBA2 = {
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
@@ -439,15 +448,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "llama4_text": LLAMA4,
     "longcat_flash": LONGCAT,
     "longcat_flash_ngram": {**LONGCAT, "emb_neighbor_num": 3, "emb_split_num": 2, "ngram_vocab_size_ratio": 4},
-    "mamba": {
-        "conv_kernel": 4,
-        "state_size": 8,
-        "time_step_rank": 4,
-        "use_bcdt_rms": False,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "tie_word_embeddings": True,
-    },
+    "mamba": MAMBA,
+    "mamba/falcon": {**MAMBA, "use_bcdt_rms": True},
     "mamba2": {
         "conv_kernel": 3,
         "head_dim": 16,
