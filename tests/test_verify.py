@@ -201,3 +201,32 @@ def test_another_mlx_lm_proves_nothing(monkeypatch: pytest.MonkeyPatch, version:
     monkeypatch.setattr(support.importlib.metadata, "version", lambda name: version)
     why = support.why_unproven({"model_type": "llama"})
     assert why == f"segtrain was tested with mlx-lm {support.MLX_LM}, and this is mlx-lm {version}"
+
+
+def test_rounding_of_a_deep_model_is_judged_by_float64(models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
+    """The tolerance is one that right gradients of this model miss; a wrong gradient misses the truth's by far."""
+    monkeypatch.setattr(verify, "EXACT", 1e-9)
+    opened = session(models("gemma4_text"))
+    report = compare(opened, supervised(20))
+    assert report.passed
+    assert 1e-9 < report.tolerance < 1e-4
+    assert all(value.dtype == mx.float32 for _, value in verify._floats(opened.loaded.model))
+    opened.stack.run = without_gradient(opened.stack)  # type: ignore[method-assign]
+    assert not compare(opened, supervised(20)).passed
+
+
+def test_the_longest_rows_are_looked_at(models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A rotary embedding that follows the row's length, and rows that are padded all the same."""
+    path = tmp_path / "internlm"
+    scaling = {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0}
+    tiny_configs.save("internlm2", path, vocab_size=len(TOKENIZER), max_position_embeddings=64, rope_scaling=scaling)
+    TOKENIZER.save_pretrained(path)
+    data = lines(tmp_path / "rows.jsonl", {"text": WORDS[:20]}, {"text": WORDS * 4})
+    report = verify_gradients(recipe(path, data))
+    assert report.passed
+    assert report.tokens < 64 < report.long_tokens
+    monkeypatch.setattr("segtrain.run.session.pads", lambda model, config: True)
+    monkeypatch.setattr("segtrain.run.session.align", lambda backend: 128)
+    padded = verify_gradients(recipe(path, data))
+    assert padded.long_error > 1e-3 > 1e-5 > report.long_error
+    assert not padded.passed

@@ -31,6 +31,8 @@ def print_verify(report: Any, *, console: Console | None = None, rows: int = ROW
     text = Text(f"{verdict}: {len(errors)} modules, {failed} above tolerance; {worst}")
     text.stylize("bold green" if passed else "bold red", 0, len(verdict))
     measured = {key: getattr(report, key) for key in ("loss_error", "tokens", "segment_size", "row")}
+    if getattr(report, "long_tokens", 0) > report.tokens:
+        measured |= {"longest": report.long_tokens, "its error": report.long_error}
     write(console, "", text, *wrapped("on", listed(measured), line_width(console)))
 
 
