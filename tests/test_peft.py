@@ -225,7 +225,7 @@ def test_experts_give_the_same_logits_in_peft(model_type: str, tmp_path: Path) -
     np.testing.assert_allclose(peft_logits(base, tmp_path / "peft"), ours, atol=1e-4)
 
 
-@pytest.mark.parametrize("model_type", sorted(peft.FAMILIES))
+@pytest.mark.parametrize("model_type", sorted(peft.COMPARED))
 def test_every_family_round_trips_through_peft_by_name(model_type: str, tmp_path: Path) -> None:
     """peft finds every array's place in transformers' model, no place stays without one, and the logits agree."""
     base = torch_model(model_type)

@@ -8,15 +8,16 @@
 | experts, B | `…switch_mlp.<name>.lora_b` [E, out, r] | E times `…experts.<e>.<name>.lora_B.weight` [out, r] |
 | strength | `scale` | `lora_alpha` / r, or / sqrt(r) with `use_rslora` |
 
-`<path>` is a Hugging Face module path. mlx-lm keeps those for the model types in `FAMILIES`, which were compared with
-transformers' models module by module (tests/test_peft.py); for any other type the conversion is refused.
+`<path>` is a Hugging Face module path. Those of the model types in `COMPARED` were compared with transformers' models
+module by module and by their logits (tests/test_peft.py), those in `READ` by name with transformers' source
+(tests/test_peft_names.py); for any other type the conversion is refused.
 """
 
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,21 @@ class Family:
     """How a model type's module paths differ: the layers are at `mlx` in mlx-lm and at `hf` in Hugging Face's model.
 
     `experts`: mlx-lm's name of an expert's matrix -> Hugging Face's, where experts are one Linear each. Empty: PEFT
-    can't take experts of this type.
+    can't take experts of this type. `renamed`: paths within a layer that differ. `routers`: paths of modules that are
+    no linear layer in Hugging Face's model.
     """
 
     mlx: str = "model.layers"
     hf: str = "model.layers"
     experts: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    routers: tuple[str, ...] = ()
 
 
 _PLAIN = Family()
 _WRAPPED = Family("language_model.model.layers", "model.language_model.layers")
 _MLP_EXPERTS = {name: name for name in ("gate_proj", "up_proj", "down_proj")}
-FAMILIES: dict[str, Family] = {
+COMPARED: dict[str, Family] = {
     **dict.fromkeys(
         (
             "apertus",
@@ -84,6 +88,27 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(experts=_MLP_EXPERTS),
     "olmoe": Family(experts=_MLP_EXPERTS),
 }
+# Where AutoModelForCausalLM has the text model alone, its paths count, since that is what PEFT's own loader makes.
+_TEXT_ALONE = Family("language_model.model.layers")
+READ: dict[str, Family] = {
+    **dict.fromkeys(("gemma4_text", "lfm2"), _PLAIN),
+    **dict.fromkeys(("gemma4", "qwen3_vl", "qwen2_5_vl", "lfm2-vl", "lfm2_vl"), _WRAPPED),
+    "gemma3n": Family("model.language_model.layers", "model.language_model.layers"),
+    "qwen3_5": _TEXT_ALONE,
+    "qwen3_5_moe": replace(_TEXT_ALONE, routers=("mlp.gate",)),
+    "qwen3_next": Family(routers=("mlp.gate",)),
+    "qwen3_vl_moe": replace(_WRAPPED, routers=("mlp.gate",)),
+    "gpt_oss": Family(routers=("mlp.router",)),
+    "lfm2_moe": Family(
+        renamed={
+            "feed_forward.gate_proj": "feed_forward.w1",
+            "feed_forward.down_proj": "feed_forward.w2",
+            "feed_forward.up_proj": "feed_forward.w3",
+        },
+        routers=("feed_forward.gate",),
+    ),
+}
+FAMILIES: dict[str, Family] = {**COMPARED, **READ}
 
 _MLX_NAME = re.compile(r"(?P<base>.+?layers)\.(?P<layer>\d+)\.(?P<path>.+)\.lora_(?P<side>[ab])")
 _PEFT_NAME = re.compile(r"(?P<base>.+?layers)\.(?P<layer>\d+)\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
@@ -107,18 +132,23 @@ def to_peft(params: Arrays, config: Mapping[str, Any]) -> tuple[Arrays, dict[str
             weights[f"{base}.{hf_path}.lora_{side}.weight"] = mx.contiguous(matrix)
             modules.setdefault(hf_path, set()).add(int(match["layer"]))
     mx.eval(weights)
-    return weights, _peft_config(config, model, family, modules), _notices(model)
+    return weights, _peft_config(config, model, family, modules), _notices(model, model_type)
 
 
 def _peft_matrices(path: str, value: mx.array, family: Family, model_type: str) -> Iterable[tuple[str, mx.array]]:
     """(Hugging Face path within the layer, matrix) for one mlx-lm array: one pair, or one per expert."""
+    if path in family.routers:
+        raise UserError(
+            f"{path}: it is no linear layer in Hugging Face's {model_type}, so PEFT can't express LoRA on it; leave it "
+            "out of lora.targets, or use the mlx format"
+        )
     outer, _, leaf = path.rpartition(f".{STACKED}.")
     if value.ndim == 2:
         if leaf.rpartition(".")[2] in family.experts:  # PEFT tells modules by their last name where experts are fused
             raise UserError(
                 f"{path}: PEFT can't tell it from the experts of {model_type}; leave it out of lora.targets"
             )
-        return [(path, value.T)]
+        return [(family.renamed.get(path, path), value.T)]
     if not outer or leaf not in family.experts:
         raise UserError(
             f"{path}: PEFT can't express LoRA on the stacked experts of {model_type}; leave it out of lora.targets, or "
@@ -157,7 +187,7 @@ def _targets(family: Family, modules: Mapping[str, set[int]], total: int) -> dic
     if any(_EXPERT.fullmatch(path) for path in modules):
         # an exact list would name every expert; PEFT's conversion to fused experts wants last names
         modules = {path.rpartition(".")[2]: own for path, own in modules.items()}
-    elif family is not _PLAIN or not same:
+    elif family.hf != _PLAIN.hf or not same:
         names = [f"{family.hf}.{layer}.{path}" for path, own in modules.items() for layer in own]
         return {"target_modules": sorted(names)}
     chosen: dict[str, Any] = {"target_modules": sorted(modules)}
@@ -166,12 +196,19 @@ def _targets(family: Family, modules: Mapping[str, set[int]], total: int) -> dic
     return chosen
 
 
-def _notices(model: str) -> list[str]:
+def _notices(model: str, model_type: str) -> list[str]:
+    found = []
+    if model_type in READ:
+        found.append(
+            f"module names of {model_type} were compared with transformers' source only, not by running both: check a "
+            "generation before you rely on it"
+        )
     if "quantization" not in (model_config(model) or {}):
-        return []
+        return found
     return [
+        *found,
         f"{model} is quantised for MLX, which PEFT can't load: load this adapter on the original model, and name it "
-        f"in base_model_name_or_path of {CONFIG}"
+        f"in base_model_name_or_path of {CONFIG}",
     ]
 
 
@@ -194,7 +231,8 @@ def import_peft(directory: Path, model: str | None = None) -> tuple[Arrays, dict
         value = value.astype(mx.float32)
         expert = _EXPERT.fullmatch(path)
         if expert is None:
-            params[f"{base}.{path}.lora_{side}"] = mx.contiguous(value.T)
+            ours = {hf: mlx for mlx, hf in family.renamed.items()}.get(path, path)
+            params[f"{base}.{ours}.lora_{side}"] = mx.contiguous(value.T)
         else:
             leaf = _stacked_leaf(expert["leaf"], family, model_type, name)
             stacked = f"{base}.{expert['outer']}.{STACKED}.{leaf}.lora_{side}"
