@@ -1,9 +1,10 @@
-"""The longest row that five well-known models can train on, by memory budget: estimated, on no machine measured.
+"""The longest row that well-known models can train on, by a Mac's memory: estimated, on no machine measured.
 
     python benchmarks/longest_contexts.py          writes results/longest_contexts.jsonl and prints a Markdown table
 
 `published_models.json` holds sizes from the models' published configurations. Weights are 4 bits in groups of 64, as
-`mlx_lm.convert -q` writes them; LoRA of rank 8 on all linear layers; Metal's rules for attention. A row as long as the
+`mlx_lm.convert -q` writes them; LoRA of rank 8 on all linear layers; Metal's rules for attention, and the budget that a
+run takes on such a Mac by default. A row as long as the
 model's positions is marked with a star: memory would allow more.
 """
 
@@ -14,10 +15,11 @@ from pathlib import Path
 from segtrain.memory import anatomy, choices
 from segtrain.memory.backends import BACKENDS
 from segtrain.memory.choose import Chooser, longest
+from segtrain.memory.device import device
 
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "longest_contexts.jsonl"
-BUDGETS = (24, 36, 64, 128)
+MACS = (24, 36, 64, 128)  # GB
 PACKED = {"quantization": {"bits": 4, "group_size": 64}, "torch_dtype": "bfloat16"}
 
 
@@ -27,13 +29,15 @@ def lines() -> list[dict[str, object]]:
     for name, entry in models.items():
         model = anatomy.of_config({**entry["config"], **PACKED}, "metal")
         chooser = choices.chooser(model, BACKENDS["metal"], None)
-        for budget in BUDGETS:
+        for mac in MACS:
+            budget = device(f"mac-{mac}gb").budget
 
             def fits(length: int, budget: int = budget, chooser: Chooser = chooser) -> bool:
-                return chooser.leanest(choices.row_of(length, preference=False, shared=False)).peak <= budget * 10**9
+                return chooser.leanest(choices.row_of(length, preference=False, shared=False)).peak <= budget
 
             limit = model.positions or 1 << 20
-            found.append({"model": name, "budget_gb": budget, "tokens": longest(fits, limit), "limit": limit})
+            line = {"model": name, "mac_gb": mac, "budget_gb": round(budget / 10**9, 1)}
+            found.append({**line, "tokens": longest(fits, limit), "limit": limit})
     return found
 
 
@@ -43,9 +47,9 @@ def table(found: list[dict[str, object]]) -> str:
     for line in found:
         star = "*" if line["tokens"] == line["limit"] else ""
         rows.setdefault(str(line["model"]), []).append(f"{line['tokens']:,}{star}" if line["tokens"] else "-")
-    head = "| model, 4-bit |" + "".join(f" {budget} GB |" for budget in BUDGETS)
+    head = "| model, 4-bit |" + "".join(f" {mac} GB |" for mac in MACS)
     body = [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
-    return "\n".join([head, "| --- |" + " ---: |" * len(BUDGETS), *body])
+    return "\n".join([head, "| --- |" + " ---: |" * len(MACS), *body])
 
 
 def main() -> None:

@@ -32,6 +32,10 @@ MIB = 2**20
 OUT = Path(__file__).parent / "results" / "plan_accuracy.jsonl"
 COMMON = {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_theta": 10000.0}
 SLIDING, FULL = "sliding_attention", "full_attention"
+DELTA = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_value_head_dim": 32, "full_attention_interval": 2, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
         "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768,
@@ -67,7 +71,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "block_dim": 256, "block_ff_dim": 768, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False, "full_attn_idxs": [2, 5],
     },
+    "qwen3_5": {
+        "model_type": "qwen3_5", "text_config": {
+            **COMMON, "model_type": "qwen3_5", "hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8192,
+            "tie_word_embeddings": False, **DELTA, "rope_parameters": {
+                "type": "default", "mrope_section": [4, 4, 0], "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+            },
+        },
+    },
+    "olmo_hybrid": {
+        "model_type": "olmo_hybrid", "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8192,
+        "tie_word_embeddings": False, "attention_bias": False, **DELTA, "linear_allow_neg_eigval": True,
+        "layer_types": ["linear_attention", "full_attention"] * 3,
+    },
+    "mamba2": {
+        "model_type": "mamba2", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,
+        "vocab_size": 8192, "conv_kernel": 4, "head_dim": 64, "num_heads": 8, "n_groups": 1, "state_size": 64,
+        "ssm_state_size": 64, "time_step_rank": 16, "time_step_limit": [0.01, 10.0], "use_bias": False,
+        "use_conv_bias": True, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "expand": 2,
+        "residual_in_fp32": True, "time_step_min": 0.001, "time_step_max": 0.1,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3", "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 8192, "q_lora_rank": 96, "kv_lora_rank": 64,
+        "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 48, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "attention_bias": False, "rope_scaling": None,
+        "tie_word_embeddings": False,
+    },
 }  # fmt: skip
+KEPT = ("llama", "qwen3", "gemma3", "qwen3_moe", "gemma4", "lfm2")  # the families of the main set
+LEAN = {"segment_size": 1, "head_chunk": 64, "mlp_rows": 256, "boundaries": 2}
 
 
 def sft(length: int) -> dict[str, Any]:
@@ -81,7 +118,7 @@ def preference(layout: str, prompt: int, response: int) -> dict[str, Any]:
 def cases() -> list[dict[str, Any]]:
     """Family, dtype (`4bit`: bfloat16 with quantised weights), row and engine settings."""
     kept: list[dict[str, Any]] = []
-    for family in CONFIGS:
+    for family in KEPT:
         whole = CONFIGS[family]["num_hidden_layers"]
 
         def add(dtype: str, row: dict[str, Any], size: int, *, family: str = family, **engine: Any) -> None:
@@ -101,6 +138,18 @@ def cases() -> list[dict[str, Any]]:
             add("float32", preference("shared", 512, 256), 1)
             add("float32" if family == "qwen3_moe" else "bfloat16", preference("shared", 256, 128), 2)
     return kept
+
+
+def family_cases() -> list[dict[str, Any]]:
+    """Each family with each kind of row, in full and lean."""
+    rows = [sft(512), preference("pair", 256, 128), preference("shared", 256, 128)]
+    return [
+        {"family": family, "dtype": "float32", "row": row, "engine": engine}
+        for family in CONFIGS
+        for row in rows
+        for engine in ({"backward": "full"}, LEAN)
+        if not (row["layout"] == "shared" and family == "mamba2")
+    ]
 
 
 def tuning_cases() -> list[dict[str, Any]]:
@@ -220,7 +269,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     chunk = {} if case["engine"].get("backward") == "full" else {"head_chunk": 256}
     backward = backward_of(model, lora, chunk | case["engine"], loss, phases)
     optimizer = Optimizer(TrainRecipe(), 10)
-    vocabulary = CONFIGS[case["family"]]["vocab_size"]
+    vocabulary = CONFIGS[case["family"]].get("text_config", CONFIGS[case["family"]])["vocab_size"]
     short = {"layout": "sft", "length": 16} | dict.fromkeys(("prompt", "chosen", "rejected"), 16)
     step = backward.step(layout_of(short | {"layout": case["row"]["layout"]}, vocabulary))
     lora.set(optimizer.update(lora.flat(), step.grads))
@@ -322,6 +371,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="words that a case must hold, such as llama or 4bit")
     parser.add_argument("--tuning", action="store_true", help="the other settings, instead of the main set")
+    parser.add_argument("--families", action="store_true", help="ten families, each kind of row, full and lean")
     parser.add_argument("--compare", type=Path, nargs="?", const=OUT, help="measure nothing; --out's file, or another")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--set", choices=["cpu", "gpu"], default="cpu", help="gpu: see plan_accuracy_gpu.py")
@@ -341,7 +391,8 @@ def main() -> None:
         compare(args.compare)
     else:
         done = {case_key(line) for line in read(args.out)}
-        for case in sorted(tuning_cases() if args.tuning else cases(), key=expense):
+        found = tuning_cases() if args.tuning else family_cases() if args.families else cases()
+        for case in sorted(found, key=expense):
             if all(word in json.dumps(case) for word in args.only) and case_key(case) not in done:
                 spawn(case, args.out)
 

@@ -136,7 +136,7 @@ def contexts_table() -> str | None:
     models: dict[str, dict[int, str]] = {}
     for line in read(path):
         tokens = f"{line['tokens']:,}{'*' if line['tokens'] == line['limit'] else ''}" if line["tokens"] else "none"
-        models.setdefault(line["model"], {})[line["budget_gb"]] = tokens
+        models.setdefault(line["model"], {})[line["mac_gb"]] = tokens
     budgets = sorted({budget for row in models.values() for budget in row})
     head = ["4-bit model, tokens", *(f"{budget} GB" for budget in budgets)]
     return markdown(head, ([name, *(row.get(budget, "-") for budget in budgets)] for name, row in models.items()))

@@ -157,7 +157,7 @@ def orpo(
 @app.command(
     name="plan-segments",
     epilog="\b\nExamples:\n  segtrain plan-segments recipe.yaml\n"
-    "  segtrain plan-segments --seq 32768 --budget 24GB \\\n    --model mlx-community/Qwen3-8B-4bit",
+    "  segtrain plan-segments --seq 16384 --device mac-24gb \\\n    --model mlx-community/Qwen3-8B-4bit",
 )
 def plan_segments(
     recipe: RecipeFile = None,
@@ -167,6 +167,9 @@ def plan_segments(
     ] = None,
     budget: Annotated[
         str | None, typer.Option(help="Memory to stay within, e.g. 24GB; else what the device recommends.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Plan for another machine: mac-24gb, mac-64gb, ..., h200 or cpu.")
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Load the model and time one step of each option.")
@@ -188,13 +191,15 @@ def plan_segments(
 
     if budget is not None:
         parse_bytes(budget)
+    if device is not None and measure:
+        raise UserError("--measure runs on this machine: leave --device out")
     loaded = _load(recipe, set_, "plan-segments") if recipe else None
 
     from segtrain.run.environment import prepare
     from segtrain.run.preview import preview
 
     prepare(os.environ, longest=seq or (loaded.data.max_seq_length if loaded else 0))  # as a training run does
-    found = preview(loaded, model=model, seq=seq, budget=budget, measure=measure)
+    found = preview(loaded, model=model, seq=seq, budget=budget, device=device, measure=measure)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:

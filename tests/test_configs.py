@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from segtrain.memory import anatomy, choices
+from segtrain.memory.device import device
 from segtrain.recipe.scaffold import recipe_text, write_recipe
 from segtrain.recipe.schema import Recipe, load_recipe
 
@@ -93,3 +95,30 @@ def test_make_targets(target: str) -> None:
     found = re.search(rf"^{target}:(.*)$", text, re.MULTILINE)
     assert found
     assert found[1].strip() == ("$(STAMP)" if target == "setup" else "setup")
+
+
+def test_the_recipe_for_24_gb_fits_a_mac_of_24_gb(tmp_path: Path) -> None:
+    """By the sizes of the model that it names, within what such a Mac gives by default."""
+    recipe = load_recipe(ROOT / "configs/long-context-24gb.yaml")
+    target = device("mac-24gb")
+    assert recipe.engine.budget_bytes
+    assert recipe.engine.budget_bytes <= target.budget
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "intermediate_size": 9728,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+        "quantization": {"bits": 4, "group_size": 64},
+    }
+    model = anatomy.of_config(config, "metal", lambda layers: choices.adapter(recipe, layers))
+    chooser = choices.chooser(model, target.backend, recipe)
+    row = choices.row_of(recipe.data.max_seq_length, preference=False, shared=False)
+    assert chooser.fastest(row, recipe.engine.budget_bytes)

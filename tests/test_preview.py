@@ -9,8 +9,10 @@ import pytest
 
 from segtrain import cli
 from segtrain.errors import UserError
-from segtrain.memory import source
+from segtrain.memory import anatomy, choices, source
+from segtrain.memory.backends import BACKENDS
 from segtrain.memory.device import metal_recommended
+from segtrain.recipe.schema import Recipe
 from segtrain.run.preview import preview
 
 CONFIG: dict[str, Any] = {
@@ -103,6 +105,33 @@ def test_bad_input_is_exit_code_2_with_the_fix(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("device", "words", "gigabytes"),
+    [("mac-24gb", "a Mac with 24 GB", 15.46), ("mac-64gb", "a Mac with 64 GB", 46.39), ("h200", "H200", 135.7)],
+)
+def test_another_machine_is_planned_for(model: Path, device: str, words: str, gigabytes: float) -> None:
+    found = preview(None, model=str(model), seq=256, device=device)
+    assert words in found.planned_for
+    assert found.budget_gib * 2**30 / 1e9 == pytest.approx(gigabytes, rel=0.001)
+    assert "told otherwise" in preview(None, model=str(model), seq=256, budget="9GB", device=device).planned_for
+
+
+def test_a_device_that_is_not_known_is_refused(model: Path) -> None:
+    assert cli.run(["plan-segments", "--model", str(model), "--seq", "64", "--device", "toaster"]) == 2
+    assert cli.run(["plan-segments", "--model", str(model), "--seq", "64", "--device", "h200", "--measure"]) == 2
+
+
+def test_what_to_try_is_in_order(model: Path) -> None:
+    recipe = Recipe.from_mapping(
+        {"model": str(model), "data": {"train": "t"}, "engine": {"backward": "full"}, "lora": {"layers": "all"}}
+    )
+    chooser = choices.chooser(anatomy.of_config({**CONFIG, "num_hidden_layers": 20}, "cpu"), BACKENDS["cpu"], recipe)
+    order = ["engine.backward", "quantised", "lora.layers: 16"]
+    assert [word in text for word, text in zip(order, choices.remedies(chooser), strict=True)] == [True] * 3
+    packed = {**CONFIG, "quantization": {"bits": 4, "group_size": 64}}
+    assert not choices.remedies(choices.chooser(anatomy.of_config(packed, "cpu"), BACKENDS["cpu"], None))
+
+
 def test_a_budget_below_the_model_names_one_that_works(model: Path) -> None:
     with pytest.raises(UserError, match=r"rows of 128 tokens need (\d+)MB") as error:
         preview(None, model=str(model), seq=128, budget="2MB")
@@ -156,7 +185,6 @@ def test_what_metal_recommends(gigabytes: int, share: float) -> None:
 def test_a_recipe_s_own_lengths(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths come from the data's accounting; they are capped at max_seq_length."""
     from segtrain.data import dataset, tokenizer
-    from segtrain.recipe.schema import Recipe
 
     counts = {"median": 100, "p95": 900, "longest": 5000, "tokens": 10}
 
@@ -173,8 +201,6 @@ def test_a_recipe_s_own_lengths(model: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_unreadable_data_are_a_note_not_the_end(model: Path) -> None:
-    from segtrain.recipe.schema import Recipe
-
     recipe = Recipe.from_mapping({"model": str(model), "data": {"train": "missing.jsonl", "max_seq_length": 512}})
     found = preview(recipe, budget="2GB")
     assert found.seq == 512

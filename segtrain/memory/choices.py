@@ -14,6 +14,7 @@ from segtrain.memory.timing import Timer
 if TYPE_CHECKING:
     from segtrain.recipe.schema import EngineRecipe, Recipe
 
+TRAINED = 16  # layers that still learn well
 PROMPT_SHARE = 0.5  # of a preference row whose data were not read
 
 
@@ -55,6 +56,19 @@ def adapter(recipe: "Recipe | None", layers: int) -> dict[str, Any]:
     lora = recipe.lora
     found = {"rank": lora.rank, "scale": lora.effective_scale, "targets": lora.targets, "dropout": lora.dropout}
     return {**found, "layers": lora.layer_range(layers)}
+
+
+def remedies(chooser: Chooser) -> list[str]:
+    """What to try where a row doesn't fit, before shorter rows or more memory, in the order of what costs least."""
+    fixed, model = chooser.settings, chooser.estimator.model
+    found = []
+    if fixed.backward == "full" or (fixed.segment_size or 1) > 1 or fixed.keep:
+        found.append("leave engine.backward, segment_size and keep_layers on auto: it hardly costs time")
+    if not model.packed:
+        found.append("a quantised model (4-bit from the hub, or quantize: 4 in the recipe)")
+    if len(model.layers) - model.lowest > TRAINED:
+        found.append(f"lora.layers: {TRAINED}, the last ones: layers below need no backward pass; it learns less")
+    return found
 
 
 def row_of(length: int, *, preference: bool, shared: bool, prompt_share: float = PROMPT_SHARE) -> RowShape:

@@ -5,16 +5,56 @@ On Apple silicon Metal recommends two thirds of the memory up to 36 GB and three
 allocator doesn't count: kernels, the process itself, another program's window.
 """
 
+import re
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import psutil
 
-from segtrain.memory.backends import Backend
+from segtrain.errors import UserError
+from segtrain.memory.backends import BACKENDS, CUDA_BUFFERS, SHORT_ROWS, Backend, here, with_buffers
 
 MARGIN = 0.9
 CPU_MARGIN = 0.8
 GB = 10**9
+H200 = 143771 << 20  # of memory, as nvidia-smi says it
+NAMES = "cpu, h200 or mac-24gb, mac-64gb and the like"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What is planned for: a backend, the budget of a run where nobody says, and words for both.
+
+    `here`: this machine, whose measurements count.
+    """
+
+    words: str
+    backend: Backend
+    budget: int
+    here: bool = False
+
+
+def device(name: str | None, longest: int = 0) -> Device:
+    """The device of that name, None for this machine. Raises UserError for a name that isn't known.
+
+    `longest`: tokens of the longest row, on which CUDA's command buffers depend (`backends.set_buffers`).
+    """
+    if name is None:
+        backend = here()
+        return Device(f"this machine ({WORDS[backend.name]})", backend, default_budget(backend), True)
+    if name == "cpu":
+        return Device("a CPU with this machine's memory", BACKENDS["cpu"], default_budget(BACKENDS["cpu"]))
+    if name == "h200":
+        buffers = CUDA_BUFFERS if longest > SHORT_ROWS else {}
+        return Device("one NVIDIA H200", with_buffers(BACKENDS["cuda"], buffers), int(MARGIN * H200))
+    if mac := re.fullmatch(r"mac-(\d{1,4})gb", name.lower()):
+        recommended = metal_recommended(int(mac[1]) << 30)
+        return Device(f"a Mac with {mac[1]} GB", BACKENDS["metal"], int(MARGIN * recommended))
+    raise UserError(f"there is no device {name!r}; give {NAMES}, or leave it out for this machine")
+
+
+WORDS = {"cpu": "CPU", "cuda": "NVIDIA GPU", "metal": "Metal"}
 
 
 def default_budget(backend: Backend) -> int:

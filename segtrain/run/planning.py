@@ -195,9 +195,11 @@ class Planner:
         need = self.chooser.relaxed().leanest(row).peak
         far = self.fitting(max(row.streams))
         fix = f"set data.max_seq_length to {far}, or " if far else ""
+        first = "".join(f"{text}; or " for text in choices.remedies(self.chooser))
         return (
             f"a row of {max(row.streams):,} tokens needs {_gib(need / GIB)} and the budget is "
-            f"{_gib(self.budget / GIB)}; {fix}raise engine.memory_budget to {math.ceil(need / 1e6)}MB"
+            f"{_gib(self.budget / GIB)}; in this order: {first}{fix}raise engine.memory_budget to "
+            f"{math.ceil(need / 1e6)}MB"
         )
 
     def _row(self, length: int) -> RowShape:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from segtrain.errors import UserError
 from segtrain.memory import choices, machine
-from segtrain.memory.backends import Backend, here
+from segtrain.memory.backends import Backend
 from segtrain.memory.choose import Chooser, Option, longest, preferred, sizes
-from segtrain.memory.device import default_budget
+from segtrain.memory.device import Device
+from segtrain.memory.device import device as device_of
 from segtrain.memory.rows import RowShape
 from segtrain.memory.shapes import Model
 from segtrain.memory.source import find
@@ -23,7 +24,10 @@ FAR = 1 << 20  # tokens: as far as a model without a limit of its own is looked 
 
 @dataclass(frozen=True)
 class Preview:
-    """What is printed; memory in GiB. `lengths`: the data set's own rows. `measured`: with --measure."""
+    """What is printed; memory in GiB. `lengths`: the data set's own rows. `measured`: with --measure.
+
+    Where nothing fits, `tries` is what to try, in the order of what costs least.
+    """
 
     model: str
     seq: int
@@ -32,6 +36,8 @@ class Preview:
     recommended: dict[str, Any] | None
     options: list[dict[str, Any]]
     advice: str = ""
+    planned_for: str = ""
+    tries: list[str] = field(default_factory=list)
     lengths: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     measured: dict[str, Any] | None = None
@@ -56,24 +62,28 @@ def preview(
     model: str | None = None,
     seq: int | None = None,
     budget: str | None = None,
+    device: str | None = None,
     measure: bool = False,
 ) -> Preview:
-    """Options for `recipe`, or for `model` at `seq` tokens. Raises UserError for what can't be planned at all."""
+    """Options for `recipe`, or for `model` at `seq` tokens, on `device` (`memory.device`), None for this machine.
+
+    Raises UserError for what can't be planned at all.
+    """
+    target = device_of(device, seq or (recipe.data.max_seq_length if recipe else 0))
     name = model or (recipe.model if recipe else "")
     source = find(name)
     refuse(source.config)
-    backend = machine.steered(here())
+    backend = machine.steered(target.backend) if target.here else target.backend
     shape = _shapes(source.config, recipe, backend)
-    limit = _budget(recipe, budget, backend)
+    limit = _budget(recipe, budget) or target.budget
     chooser = choices.chooser(shape, backend, recipe, resident=source.weights)
     _require_room(chooser, limit, name)
     length = _length(recipe, seq, shape)
     lengths = _lengths(recipe, name)
     if seq is None and lengths.named:
         length = max(2, min(length, max(lengths.named.values())))
-    case = _Case(
-        chooser, backend, limit, lengths, shares_prefix(str(source.config.get("model_type"))) and _shares(recipe)
-    )
+    shared = shares_prefix(str(source.config.get("model_type"))) and _shares(recipe)
+    case = _Case(chooser, backend, limit, lengths, shared, _planned_for(target, limit))
     found = case.preview(name, length, shape.positions or FAR)
     if measure:
         from segtrain.run.measure import measured_step
@@ -91,6 +101,7 @@ class _Case:
     budget: int
     lengths: Lengths
     shared: bool
+    planned_for: str
 
     def row(self, length: int) -> RowShape:
         row = choices.row_of(
@@ -120,6 +131,8 @@ class _Case:
             best,
             options,
             "" if best else self._advice(length, limit),
+            self.planned_for,
+            [] if best else choices.remedies(self.chooser),
             [self._own(key, value) for key, value in self.lengths.named.items()],
             notes,
         )
@@ -188,12 +201,19 @@ def _shapes(config: Mapping[str, Any], recipe: "Recipe | None", backend: Backend
     return anatomy.of_config(config, backend.name, lambda layers: choices.adapter(recipe, layers))
 
 
-def _budget(recipe: "Recipe | None", budget: str | None, backend: Backend) -> int:
+def _budget(recipe: "Recipe | None", budget: str | None) -> int | None:
+    """What was asked for."""
     from segtrain.recipe.schema import parse_bytes
 
     if budget is not None:
         return parse_bytes(budget)
-    return (recipe.engine.budget_bytes if recipe else None) or default_budget(backend)
+    return recipe.engine.budget_bytes if recipe else None
+
+
+def _planned_for(target: Device, limit: int) -> str:
+    """The device, and its own budget where another was asked for."""
+    gives = f"it gives a run {_rounded_up(target.budget)} unless told otherwise"
+    return target.words if limit == target.budget else f"{target.words}; {gives}"
 
 
 def _require_room(chooser: Chooser, budget: int, name: str) -> None:

@@ -15,6 +15,8 @@ _BLOCKS, _ASCII = "█▓▒░#+=:", "#=+:%@o."
 _COLOURS = ("blue", "cyan", "green", "magenta", "yellow", "red", "white", "bright_blue")
 _OVER_BUDGET = 1.5
 _BAR_ROOM = 51  # columns that the other cells of the table take
+_OPTIONAL = {"keep": "kept\nlayers", "boundaries": "edges\nkept", "mlp_rows": "MLP\nrows"}
+_OPTIONAL_ROOM = 8  # of a column that is there where options differ in it
 
 
 def print_preview(preview: Any, *, console: Console | None = None) -> None:
@@ -31,7 +33,7 @@ def print_preview(preview: Any, *, console: Console | None = None) -> None:
     write(console, *_head(preview, line_width(console)), "")
     rows = _rows(preview, options, phases, marks, line_width(console))
     write(console, *table_lines(_columns(options), rows, line_width(console)))
-    write(console, "", *_legend(phases, marks, line_width(console)))
+    write(console, "", *_legend(phases, marks, line_width(console)), *_notes(options, line_width(console)))
     write(console, *_verdict(preview, budget, line_width(console)))
     write(console, *_own_rows(preview, line_width(console)), *_measured(preview, line_width(console)))
 
@@ -42,13 +44,13 @@ def _head(preview: Any, width: int) -> list[str]:
         pieces.append(f"{count(seq)} tokens a row")
     if (budget := preview.budget_gib) is not None:
         pieces.append(f"budget {gib(budget)}")
-    return wrapped("plan", pieces, width)
+    planned = wrapped("planned for", [clean(preview.planned_for)], width) if preview.planned_for else []
+    return [*planned, *wrapped("plan", pieces, width)]
 
 
 def _columns(options: Sequence[Mapping[str, Any]]) -> list[Column]:
     columns = [("", "left"), ("segment\nsize", "right"), ("head\nchunk", "right")]
-    if _keeps(options):
-        columns.append(("kept\nlayers", "right"))
+    columns += [(_OPTIONAL[key], "right") for key in _differing(options)]
     columns += [("peak", "right"), ("time", "right"), ("fits", "left")]
     if any(_longest(option) is not None for option in options):
         columns.append(("longest\nrow", "right"))
@@ -60,14 +62,14 @@ def _rows(
 ) -> list[list[str | Text]]:
     chosen, budget = preview.recommended, preview.budget_gib
     scale = _scale(options, budget)
-    with_kept = _keeps(options)
-    room = max(width - _BAR_ROOM - (8 if with_kept else 0), 8)
+    differing = _differing(options)
+    room = max(width - _BAR_ROOM - _OPTIONAL_ROOM * len(differing), 8)
     limit = None if budget is None or not scale else min(round(room * budget / scale), room - 1)
     with_longest = any(_longest(option) is not None for option in options)
     rows: list[list[str | Text]] = []
     for option in options:
         best = chosen is not None and _identity(option) == _identity(chosen)
-        row = [*_figures(option, best, budget, with_kept), *([_count(_longest(option))] if with_longest else [])]
+        row = [*_figures(option, best, budget, differing), *([_count(_longest(option))] if with_longest else [])]
         parts = _phases(option)
         lengths = stacked([parts.get(name, 0.0) for name in phases], scale, room)
         rows.append([*(Text(cell, "bold" if best else "") for cell in row), _drawn(lengths, marks, limit, room)])
@@ -93,7 +95,7 @@ def _drawn(lengths: Sequence[int], marks: str, limit: int | None, room: int) -> 
     return Text.assemble(text[:limit], ("|", "bold red"), text[limit + 1 :])
 
 
-def _figures(option: Mapping[str, Any], best: bool, budget: float | None, with_kept: bool) -> list[str]:
+def _figures(option: Mapping[str, Any], best: bool, budget: float | None, differing: Sequence[str]) -> list[str]:
     fits = _fits(option, budget)
     relative = option.get("relative_time")
     full = option.get("backward") == "full"
@@ -101,7 +103,7 @@ def _figures(option: Mapping[str, Any], best: bool, budget: float | None, with_k
         ">" if best else " ",
         "full" if full else str(option.get("segment_size", "")),
         "" if full else _count(option.get("head_chunk")),
-        *([_count(option.get("keep", 0) or None)] if with_kept else []),
+        *(_count(option.get(key) or None) for key in differing),
         gib(option["peak_gib"]),
         "" if relative is None else f"{relative:.2f}x",
         "" if fits is None else "yes" if fits else "no",
@@ -113,12 +115,24 @@ def _legend(phases: list[str], marks: str, width: int) -> list[str]:
     return wrapped("memory", [*pieces, "| budget"], width) if pieces else []
 
 
+def _notes(options: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """What the columns mean."""
+    texts = ["time: of full backward, by count of operations"]
+    if any(option.get("seconds") for option in options):
+        texts = ["time: of a step, as this machine was measured"]
+    if set(_differing(options)) - {"keep"}:
+        texts.append("edges kept, MLP rows: chosen by auto, nothing to type; fewer need less memory and more time")
+    return [line for text in texts for line in wrapped("", [text], width)]
+
+
 def _verdict(preview: Any, budget: float | None, width: int) -> list[Text | str]:
     chosen = preview.recommended
     if preview.fits is False or chosen is None:
         text = Text("nothing fits" + ("" if budget is None else f" in {gib(budget)}"), "bold red")
         advice = preview.advice
-        return [text, *(wrapped("", [clean(advice)], width) if advice else [])]
+        tries = [line for n, words in enumerate(preview.tries, 1) for line in wrapped(f"{n}.", [clean(words)], width)]
+        last = wrapped(f"{len(preview.tries) + 1}.", [clean(advice)], width) if advice else []
+        return [text, *(["try, in this order:"] if tries or last else []), *tries, *last]
     pieces = [*settings(chosen), f"predicted peak {gib(chosen['peak_gib'])}"]
     first, *rest = paragraph("> recommended: ", ", ".join(pieces), width)
     return [Text.assemble((">", "bold"), first[1:]), *rest]
@@ -148,8 +162,9 @@ def _measured(preview: Any, width: int) -> list[str]:
     return lines
 
 
-def _keeps(options: Sequence[Mapping[str, Any]]) -> bool:
-    return any(option.get("keep") for option in options)
+def _differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Settings beyond segment size and head chunk that some option has: what its memory and time come from too."""
+    return [key for key in _OPTIONAL if any(option.get(key) for option in options)]
 
 
 def _identity(option: Mapping[str, Any]) -> tuple[Any, ...]:
