@@ -226,6 +226,33 @@ def test_a_finished_run_can_be_made_longer(folder: Path, longer: dict[str, Any])
     assert len(logged) == total
 
 
+def test_a_finished_run_is_left_as_it_is(folder: Path) -> None:
+    """Also by a recipe that asks for less."""
+    path = folder / "left alone"
+    train(tiny_run.recipe(folder, output__dir=str(path)), "sft")
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    events = train(tiny_run.recipe(folder, output__dir=str(path), train__steps=4), "sft", resume=True)
+    said = [event.text for event in events if isinstance(event, Notice)]
+    assert any(text.endswith("the run has made 6 updates already") for text in said)
+    assert any("finished already (6 steps)" in text for text in said)
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+
+
+def test_the_length_that_a_refusal_names_resumes(folder: Path) -> None:
+    path = str(folder / "refused")
+    rows = [{"prompt": "w1 " * length, "completion": " w2"} for length in (3, 4, 5, 200, 3, 4, 5)]
+    data = str(tiny_run.written(folder / "refused.jsonl", rows))
+    options = {"output__dir": path, "data__train": data, "data__max_seq_length": 256}
+    train(tiny_run.recipe(folder, **options), "sft", 2, Saved)
+    options["engine__memory_budget"] = "800KB"
+    with pytest.raises(RunFailed, match=r"set data\.max_seq_length to \d+") as refused:
+        train(tiny_run.recipe(folder, **options), "sft", resume=True)
+    options["data__max_seq_length"] = int(str(refused.value).split("max_seq_length to ")[1].split(",")[0])
+    events = train(tiny_run.recipe(folder, **options), "sft", resume=True)
+    assert isinstance(events[-1], RunEnded)
+    assert (events[-1].reason, events[-1].step) == ("done", 6)
+
+
 def test_the_limit_on_rows_may_change(folder: Path) -> None:
     path = str(folder / "shorter rows")
     train(tiny_run.recipe(folder, output__dir=path), "sft", 2, Saved)

@@ -26,7 +26,9 @@ def told(free: Iterable[str], step: int, steps: int) -> list[str]:
     length = [text for text in free if text.partition(":")[0] in LENGTH]
     limit = [text for text in free if text not in length]
     found = [f"{', '.join(limit)} for the rows after step {step:,}"] if limit else []
-    if length:
+    if length and steps <= step:
+        found.append(f"{', '.join(length)}: the run has made {step:,} updates already")
+    elif length:
         found.append(
             f"{', '.join(length)}: after step {step:,} the learning rate is that of a run of {steps:,} updates"
         )

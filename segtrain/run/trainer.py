@@ -177,14 +177,15 @@ class _Loop:
         if self.run:
             if self.trainer.resume:
                 self.keeper.settle(found, self.state)
-            self.run.write_recipe(self.recipe)
+            if not self._is_finished():
+                self.run.write_recipe(self.recipe)
             yield from (Notice(text, "warning") for text in self.run.notices)
         self.accepted = True
         self._log(None)
 
     def _train(self) -> Generator[Event, None, Literal["done", "interrupted"]]:
         """Update, evaluate and save to the end, or until a stop is asked for."""
-        if self.state.step >= self.steps and not self._evaluation_is_due():
+        if self._is_finished():
             self.logging = False  # the files stay as the run left them
             yield Notice(
                 f"this run has finished already ({self.state.step} steps): nothing to do; a higher train.steps makes "
@@ -196,8 +197,10 @@ class _Loop:
             yield Notice("compiling kernels, once: the first update takes a minute or so longer than the next ones")
         while self.state.step < self.steps and not stopped:
             stopped = yield from self._step()
-        finished = self.state.step >= self.steps and not self._evaluation_is_due()
-        return "done" if finished else "interrupted"
+        return "done" if self._is_finished() else "interrupted"
+
+    def _is_finished(self) -> bool:
+        return self.state.step >= self.steps and not self._evaluation_is_due()
 
     def _step(self) -> Generator[Event, None, bool]:
         """One update and what follows it; whether the run was asked to stop."""
