@@ -492,14 +492,15 @@ def _train(loss: str, recipe: "Recipe", *, dry_run: bool, **flags: bool) -> int:
 def _follow(
     events: "Iterable[Event]", sinks: "list[Callable[[Event], None]]", trackers: Sequence[str], recipe: "Recipe"
 ) -> int:
-    """Show every event; trackers start once the run has its directory."""
-    from segtrain.events import RunEnded, RunStarted
+    """Show every event; trackers start with the first figures, once the run is accepted."""
+    from segtrain.events import Evaluated, RunEnded, TrainStep
     from segtrain.run.logging_backends import make_loggers
 
     code = DONE
     for event in events:
-        if isinstance(event, RunStarted) and trackers:
-            sinks += make_loggers(trackers, event.directory, recipe.output.project or "segtrain")
+        if isinstance(event, Evaluated | TrainStep) and trackers:
+            sinks += make_loggers(trackers, Path(recipe.output.dir), recipe.output.project or "segtrain")
+            trackers = ()
         for sink in sinks:
             sink(event)
         if isinstance(event, RunEnded) and event.reason == "interrupted":

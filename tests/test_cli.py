@@ -15,7 +15,7 @@ import pytest
 
 from segtrain import cli
 from segtrain.errors import RunFailed, UserError
-from segtrain.events import Event, Notice, RunEnded, RunStarted
+from segtrain.events import Evaluated, Event, Notice, RunEnded, RunStarted
 from segtrain.terminal.counter import CLEAR, counter
 
 RECIPE = "model: m\ndata: {train: a.jsonl}\noutput: {dir: run, report_every: 7}\n"
@@ -117,10 +117,12 @@ def test_only_rank_0_shows_and_logs(workplace: Path, trainer: SimpleNamespace) -
 
 
 def test_trackers_start_with_the_run(workplace: Path, trainer: SimpleNamespace) -> None:
-    FakeTrainer.script = (Notice("before"), STARTED, ended("done"))
-    changes = ["--set", "output.report_to=wandb", "--set", "output.project=p"]
+    """Not before it is accepted: some write into its directory, which may hold an earlier run."""
+    evaluated = Evaluated(0, 1.0, 3, 1.0, False)
+    FakeTrainer.script = (Notice("before"), STARTED, evaluated, evaluated, ended("done"))
+    changes = ["--set", "output.report_to=wandb", "--set", "output.project=p", "--set", "output.dir=run"]
     assert cli.run(["sft", "r.yaml", *changes]) == 0
-    assert trainer.logged == [STARTED, ended("done")]
+    assert trainer.logged == [evaluated, evaluated, ended("done")]
     assert trainer.directories == [(("wandb",), Path("run"), "p")]
     assert cli.run(["sft", "r.yaml", *changes, "--dry-run"]) == 0
     assert len(trainer.directories) == 1

@@ -74,6 +74,16 @@ def test_tensorboard_writes_scalars_into_the_run_directory(fake):
     assert len(fake.named("close")) == 1
 
 
+def test_a_tracker_that_fails_does_not_end_the_run(fake, monkeypatch, capsys):
+    def refuse(values, step):
+        raise ConnectionError("the network\nis gone")
+
+    monkeypatch.setattr(sys.modules["trackio"], "log", refuse)
+    replay(["trackio"])
+    assert capsys.readouterr().err.count("a tracker failed (the network is gone); the run goes on") == 1
+    assert not fake.named("finish")
+
+
 def test_nothing_is_named_nothing_is_imported(fake):
     assert make_loggers([], Path("run"), "p") == []
     assert fake.calls == []

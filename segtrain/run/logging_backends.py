@@ -4,12 +4,13 @@ Off by default. A tracker's package is imported only when it is named.
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from segtrain.errors import UserError
+from segtrain.errors import UserError, reason
 from segtrain.events import Evaluated, Event, RunEnded, TrainStep
 
 Logger: TypeAlias = Callable[[Event], None]
@@ -74,12 +75,20 @@ def _tensorboard(tensorboard: ModuleType, run_dir: Path, project: str) -> Logger
 
 
 def _logger(log: Callable[[int, dict[str, float]], Any], close: Callable[[], Any]) -> Logger:
+    """A tracker until it fails: a network or a disk of its own doesn't end the run."""
+    works = True
+
     def show(event: Event) -> None:
+        nonlocal works
         found = figures(event)
-        if found is not None:
-            log(*found)
-        if isinstance(event, RunEnded):
-            close()
+        try:
+            if found is not None and works:
+                log(*found)
+            if isinstance(event, RunEnded) and works:
+                close()
+        except Exception as error:  # each tracker has errors of its own
+            works = False
+            print(f"segtrain: a tracker failed ({reason(error)}); the run goes on without it", file=sys.stderr)
 
     return show
 
