@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from segtrain.recurrence.grouped import scan
+from segtrain.recurrence.grouped import MOST, group_of, scan
 
 B, D = 2, 3
 
@@ -95,6 +95,20 @@ def test_backward_runs_each_group_twice_and_needs_one_groups_memory():
     long = peak(1024)
     assert calls == [64] * 32
     assert long < 1.5 * short
+
+
+def test_long_rows_have_larger_groups_not_more():
+    assert group_of(64 * MOST, 64) == 64
+    assert group_of(64 * MOST + 1, 64) == 128
+    calls = []
+
+    def kept(x, state):
+        calls.append(x.shape[1])
+        return x, state
+
+    scan(kept, [mx.zeros((1, 5 * MOST, 2))], mx.zeros((1, 2)), group=2)
+    assert len(calls) <= MOST
+    assert set(calls[:-1]) == {6}
 
 
 @pytest.mark.parametrize("lengths", [(3, 4), (0, 0)])

@@ -7,11 +7,16 @@ backward, so that one group's arrays are live at a time: MLX would otherwise beg
 work doesn't need the state.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import mlx.core as mx
+
+MOST = 128
+"""Groups at most: what MLX takes to compile a graph grows faster than the graph (128 groups two seconds, 1,024 two
+minutes). Longer rows have larger groups, so that a group stays a small part of the row."""
 
 Chunk: TypeAlias = Callable[..., tuple[mx.array, mx.array]]
 """(some tokens of each sequence, each fixed array, state) -> (outputs of those tokens, state after them). Pure."""
@@ -20,13 +25,14 @@ Chunk: TypeAlias = Callable[..., tuple[mx.array, mx.array]]
 def scan(
     chunk: Chunk, sequences: Sequence[mx.array], state: mx.array, *, group: int, fixed: Sequence[mx.array] = ()
 ) -> tuple[mx.array, mx.array]:
-    """Outputs [B, T, ...] and final state of `chunk`, given `group` tokens at a time.
+    """Outputs [B, T, ...] and final state of `chunk`, given `group` tokens at a time (or a multiple
+    of them, see `MOST`).
 
     Equals `chunk(*sequences, *fixed, state)` on all tokens at once. It is differentiable in the sequences, the fixed
     arrays and the state, also through the final state.
 
-    - `chunk` takes any number of tokens up to `group`: the last group may be shorter. It must not capture arrays
-      that gradients are wanted for.
+    - `chunk` takes any number of tokens: the last group may be shorter. It must not capture arrays that gradients are
+      wanted for.
     - `sequences` [B, T, ...]: floating-point, time on axis 1; a mask has to be worked into them.
     - `fixed`: arrays that every token uses, such as a decay rate per channel.
     - `state`: its dtype and shape stay.
@@ -91,7 +97,13 @@ def _bounds(lengths: set[int], group: int) -> list[tuple[int, int]]:
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(f"a scan over sequences of {sorted(lengths)} tokens: give each the same number, at least 1")
     (length,) = lengths
+    group = group_of(length, group)
     return [(lo, min(lo + group, length)) for lo in range(0, length, group)]
+
+
+def group_of(tokens: int, group: int) -> int:
+    """Tokens of a group in a row of so many tokens."""
+    return group * max(1, math.ceil(tokens / (group * MOST)))
 
 
 def in_turn(arrays: list[mx.array], before: list[mx.array]) -> list[mx.array]:
