@@ -191,6 +191,19 @@ def test_a_kill_at_any_moment_of_a_replacement_leaves_the_old_run_or_the_new(tmp
     assert seen == {False, True}
 
 
+def test_a_disk_that_refuses_the_new_run_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = finished_run(tmp_path / "a")
+    before = tree(path)
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_directory, "replace_text", full)
+    with pytest.raises(RunFailed, match="No space left"), RunDirectory(path, overwrite=True) as run:
+        run.write_recipe(recipe())
+    assert tree(path) == before
+
+
 def test_resume_keeps_everything_and_cleans_leftovers(tmp_path: Path) -> None:
     path = finished_run(tmp_path / "a")
     before = tree(path)

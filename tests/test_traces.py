@@ -1,7 +1,11 @@
 """Compiled graphs: one a key and shape, a bounded number, and freed when dropped."""
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -24,6 +28,38 @@ def test_a_function_is_traced_once_a_key_and_shape() -> None:
         assert traces(("doubled",), doubled, mx.ones((size,))).tolist() == [2.0] * size
     assert traces(("tripled",), lambda x: 3 * x, mx.ones((3,))).tolist() == [3.0] * 3
     assert traced == [(3,), (4,)]
+
+
+FLAT = """
+import sys
+import mlx.core as mx
+import psutil
+import tiny
+from segtrain.engine import objectives
+from segtrain.engine.backward import SegmentedBackward
+from segtrain.lora.layers import attach
+from segtrain.models.stack import LayerStack
+
+model = tiny.build("llama")
+lora = attach(model, rank=2, scale=1.0)
+backward = SegmentedBackward(LayerStack(model), lora, objectives.sft, segment_size=1, compiled=True)
+mx.set_cache_limit(1 << 20)
+for number in range(600):
+    backward.step(tiny.row(20 + 7 * number % 600))
+    if number in (149, 599):
+        print(psutil.Process().memory_info().rss >> 20)
+"""
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_600_lengths() -> None:
+    """Compiled on a CPU, with no length twice: after the graphs that are kept, within 20 MiB."""
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here}:{here.parent}"}
+    command = [sys.executable, "-c", FLAT]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    before, after = map(int, done.stdout.split())
+    assert after - before < 20
 
 
 def test_the_function_used_longest_ago_is_freed() -> None:

@@ -24,7 +24,7 @@ from segtrain.storage.durable import replace_text, sync, unfinished
 LOGS = ("metrics.jsonl", "memory.jsonl", "samples.jsonl")
 RECIPE, RESOLVED, BEST, LOCK = "recipe.yaml", "recipe.resolved.yaml", "best", ".lock"
 MARKS = (*LOGS, BEST, "report.html", "checkpoints")  # any of these makes a directory a run
-OWN = (RECIPE, RESOLVED, *MARKS, checkpoint.ADAPTERS, checkpoint.CONFIG)
+OWN = (RECIPE, RESOLVED, *MARKS, checkpoint.ADAPTERS, checkpoint.CONFIG, "tensorboard")
 ADAPTER_FILES = (checkpoint.ADAPTERS, checkpoint.CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 PACKAGES = ("segtrain-mlx", "mlx", "mlx-lm", "transformers")
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
@@ -140,6 +140,8 @@ class RunDirectory:
             log.close()
         self._logs = {}
         if self._lock is not None:
+            with contextlib.suppress(OSError):
+                replacement.recover(self.path)  # where a full disk kept the new run from beginning
             with contextlib.suppress(OSError):
                 (self.path / LOCK).unlink()
             self._lock.close()
