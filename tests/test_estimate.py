@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from segtrain.memory.estimate import Estimator
 from segtrain.memory.meter import frozen_bytes
 from segtrain.memory.plan import Plan
 from segtrain.models import dense
+from segtrain.recurrence import grouped
 
 CPU = BACKENDS["cpu"]
 LLAMA: dict[str, Any] = {
@@ -218,6 +220,13 @@ def test_attention_kinds_are_those_that_run(name: backends.Name, dim: int, windo
     assert kind == dispatch.choose(dispatch.BACKENDS[name], call)
     assert BACKENDS[name].query_multiple == dispatch.align(dispatch.BACKENDS[name])
     assert BACKENDS[name].tile_bytes == dispatch.BACKENDS[name].tile_bytes
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 64 * 128, 64 * 128 + 1, 64 * 1000])
+def test_groups_of_a_scan_are_those_that_run(tokens: int) -> None:
+    scan, group = shapes.Scan(8, 8, 100, 64, held=1.0), grouped.group_of(tokens, 64)
+    assert scan.states(tokens) == 100 * math.ceil(tokens / group)
+    assert scan.held_at(tokens) == group / 64
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ class Estimator:
         left = passes.fused if compiled and self.backend.fuses and not chunked else passes.residual
         b = self.model.dtype_bytes
         attention = sum(a.queries + a.outputs + (0 if layer.shares else a.keys) for a in layer.attention)
-        scans = sum(rows * (x.inputs + x.outputs) + -(-rows // x.group) * x.state for x in layer.scans)
+        scans = sum(rows * (x.inputs + x.outputs) + x.states(rows) for x in layer.scans)
         return left.at(rows) + rows * b * attention + scans
 
     def _temporaries(self, layer: Layer, rows: int, mlp_rows: int | None) -> float:
@@ -139,7 +139,7 @@ class Estimator:
             rest, mlp = chunked
             made = [rest.made.at(rows), mlp.residual.at(mlp_rows or rows) + mlp.made.at(mlp_rows or rows)]
         made += [self._attention_temporaries(a, rows) for a in layer.attention]
-        made += [rows * (x.inputs + x.outputs) + x.held for x in layer.scans]
+        made += [rows * (x.inputs + x.outputs) + x.held_at(rows) for x in layer.scans]
         return self.backend.run_ahead * max(made) + sum(self._scratch(a, rows) for a in layer.attention)
 
     def _scratch(self, a: Attention, rows: int) -> int:
@@ -289,7 +289,7 @@ class Estimator:
             else layer.whole.forward.at(rows)
         )
         made += sum(rows * b * a.outputs for a in layer.attention)
-        made += sum(rows * x.outputs + x.held for x in layer.scans)
+        made += sum(rows * x.outputs + x.held_at(rows) for x in layer.scans)
         return made * (self.backend.fused if compiled else 1.0)
 
     def _full(self, row: RowShape, plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:

@@ -57,6 +57,9 @@ class Attention:
         return self.kv_heads * (self.dim + self.value_dim)
 
 
+MOST_GROUPS = 128  # as in `segtrain.recurrence.grouped`
+
+
 @dataclass(frozen=True)
 class Scan:
     """One recurrence in groups of `group` tokens: bytes of its inputs and outputs a token, and of its state.
@@ -69,6 +72,17 @@ class Scan:
     state: int
     group: int
     held: float = 0.0
+
+    def states(self, rows: int) -> int:
+        """Bytes of the states at the starts of all groups of a row."""
+        return -(-rows // self._group(rows)) * self.state
+
+    def held_at(self, rows: int) -> float:
+        """`held`, where a long row has larger groups."""
+        return self.held * self._group(rows) / self.group
+
+    def _group(self, rows: int) -> int:
+        return self.group * max(1, -(-rows // (self.group * MOST_GROUPS)))
 
 
 @dataclass(frozen=True)
