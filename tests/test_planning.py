@@ -1,7 +1,9 @@
 """The planner on a real tiny model: plans announced, held, refused; creep by a fake meter."""
 
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +16,9 @@ from segtrain.engine.layouts import Layout
 from segtrain.errors import RunFailed
 from segtrain.events import Memory, Notice, PlanChosen
 from segtrain.lora import layers as lora_module
+from segtrain.memory import rows
 from segtrain.memory.backends import BACKENDS
+from segtrain.memory.corrections import Corrections
 from segtrain.memory.meter import Meter
 from segtrain.memory.plan import Plan
 from segtrain.models.load import Loaded
@@ -23,6 +27,7 @@ from segtrain.recipe.schema import Recipe
 from segtrain.run import planning
 from segtrain.run.planning import CREEP_STEPS, Creep, Planner, Watch
 from segtrain.run.session import Session
+from segtrain.run.state import RunState
 
 CONFIG = {
     **tiny.FAMILIES["llama"][1],
@@ -197,14 +202,15 @@ def test_a_model_of_no_size_is_not_reported() -> None:
     assert watch.report(0.5) is not None  # what was predicted small and isn't
 
 
-def test_a_step_is_reported_once_and_again_at_a_longer_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "QUIET_BYTES", 0)
+@pytest.mark.usefixtures("loud")
+def test_a_step_is_reported_once_and_again_at_a_longer_row() -> None:
     mine = planner()
 
     def after(row: Layout) -> list[str]:
         mine.meter.start_step(1)
         mine.backward(row).step(row)
-        return [event.text for event in mine.after_step(1, mine.meter) if isinstance(event, Notice)]
+        told = [event.text for event in mine.after_step(1, mine.meter) if isinstance(event, Notice)]
+        return [text for text in told if text.startswith("memory at")]
 
     first, same, longer = after(tiny.row(300)), after(tiny.row(300)), after(tiny.row(600))
     assert len(first) == len(longer) == 1
@@ -254,3 +260,99 @@ def test_creeping_memory_is_a_warning_with_the_numbers() -> None:
 )
 def test_memory_that_does_not_creep_is_no_warning(active: list[float]) -> None:
     assert creeping(active) == []
+
+
+def learnt(mine: Planner, row: Layout, measured_gib: float) -> list[str]:
+    """What is told after a step on `row` that took so much."""
+    mine.backward(row)
+    return [event.text for event in mine.after_step(1, Peaks(measured_gib)) if isinstance(event, Notice)]
+
+
+class Peaks:
+    """A fake meter: the same peak at each step."""
+
+    def __init__(self, gib: float):
+        self.gib = gib
+
+    def memory(self) -> Memory:
+        return Memory(self.gib, 0.0, 0.0, 0.0)
+
+
+@pytest.fixture
+def loud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(planning, "QUIET_BYTES", 0)
+
+
+def above(mine: Planner, row: Layout) -> float:
+    """What is estimated for `row` above model and adapter, GiB."""
+    return (mine.chooser.estimator.peak(rows.of_layout(row), mine.plan_for(row)).bytes - fixed(mine)) / 2**30
+
+
+def fixed(mine: Planner) -> int:
+    return mine.chooser.estimator.fixed
+
+
+def bytes_for(row: Layout, *, leanest: bool) -> str:
+    """A budget in which the leanest plan of `row`, or a fast one, just fits."""
+    mine = planner(backward="segmented")
+    shape = planning._bucketed(rows.of_layout(row))
+    found = mine.chooser.leanest(shape) if leanest else mine.chooser.fastest(shape, 1 << 40)
+    return f"{found.peak // 1000 + 20}KB"
+
+
+@pytest.mark.usefixtures("loud")
+def test_a_step_that_took_more_makes_a_longer_row_s_plan_leaner() -> None:
+    short, long = tiny.row(400), tiny.row(1200)
+    mine, twin = (planner(memory_budget=bytes_for(long, leanest=False), backward="segmented") for _ in range(2))
+    before = twin.plan_for(long)
+    told = learnt(mine, short, fixed(mine) / 2**30 + 1.499 * above(mine, short))
+    assert any("plans count 1.50" in text for text in told)
+    after = mine.plan_for(long)
+    shape = rows.of_layout(long)
+    assert mine.chooser.estimator.peak(shape, after).bytes < mine.chooser.estimator.peak(shape, before).bytes
+    assert after.peak_bytes
+    assert after.peak_bytes <= mine.budget
+
+
+@pytest.mark.usefixtures("loud")
+def test_a_step_that_took_far_less_takes_the_faster_plan() -> None:
+    short, long = tiny.row(400), tiny.row(1200)
+    mine = planner(memory_budget=bytes_for(long, leanest=True), backward="segmented")
+    before = mine.chooser.timer.cost(rows.of_layout(long), mine.plan_for(long))
+    learnt(mine, short, fixed(mine) / 2**30 + 0.5 * above(mine, short))
+    assert mine.chooser.timer.cost(rows.of_layout(long), mine.plan_for(long)) < before
+
+
+@pytest.mark.usefixtures("loud")
+def test_a_row_no_longer_than_the_last_one_teaches_nothing() -> None:
+    mine = planner(backward="segmented")
+    low, high = fixed(mine) / 2**30, above(mine, tiny.row(400))
+    learnt(mine, tiny.row(400), low + 0.999 * high)
+    assert not learnt(mine, tiny.row(400), low + 2 * high)
+    assert mine.corrections.ratios == {"segmented": 1.0}
+
+
+@pytest.mark.usefixtures("loud")
+def test_the_next_run_knows_and_a_resumed_one_goes_by_its_checkpoint() -> None:
+    first = planner(backward="segmented")
+    learnt(first, tiny.row(400), fixed(first) / 2**30 + 1.299 * above(first, tiny.row(400)))
+    second = planner(backward="segmented")
+    second.go_by(Corrections(), resumed=False)
+    assert second.corrections.ratios == {"segmented": 1.3}
+    assert above(second, tiny.row(800)) == pytest.approx(above(first, tiny.row(800)))
+    resumed = planner(backward="segmented")
+    state = RunState(memory=Corrections({"segmented": 0.9}, 300))
+    resumed.go_by(RunState.from_json(json.loads(json.dumps(state.as_json()))).memory, resumed=True)
+    assert resumed.corrections == Corrections({"segmented": 0.9}, 300)
+    assert resumed.watch.longest == 300
+
+
+@pytest.mark.usefixtures("loud")
+def test_an_accepted_run_goes_on_where_the_corrected_estimate_no_longer_fits() -> None:
+    mine = planner(memory_budget=bytes_for(tiny.row(1200), leanest=True), backward="segmented")
+    longest = mine.fitting(1900)
+    learnt(mine, tiny.row(50), fixed(mine) / 2**30 + 3 * above(mine, tiny.row(50)))
+    assert mine.fitting(1900) < longest
+    mine.backward(tiny.row(longest - 200))
+    assert any("may need" in notice.text for notice in mine.notices)

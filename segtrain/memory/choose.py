@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import product
 
 from segtrain.engine.segments import layer_cuts, leanest_boundaries
+from segtrain.memory.corrections import Corrections, kind
 from segtrain.memory.estimate import Estimator
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
@@ -37,12 +38,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Option:
-    """A plan with its estimate. `parts` (bytes) add up to the peak, at the moment named `moment`."""
+    """A plan with its estimate. `parts` (bytes) add up to the peak, at the moment named `moment`.
+
+    `estimated`: the peak before what was measured here corrected it. `seconds` of a step, where that was measured.
+    """
 
     plan: Plan
     moment: str
     parts: dict[str, float]
     relative_time: float
+    estimated: int = 0
+    seconds: float | None = None
 
     @property
     def peak(self) -> int:
@@ -57,20 +63,35 @@ def preferred(option: Option) -> tuple[float, int]:
 class Chooser:
     """Candidate plans for a model under some settings, estimated."""
 
-    def __init__(self, estimator: Estimator, timer: Timer, settings: Settings = Settings()):
+    def __init__(
+        self,
+        estimator: Estimator,
+        timer: Timer,
+        settings: Settings = Settings(),
+        corrections: Corrections | None = None,
+    ):
         self.estimator, self.timer, self.settings = estimator, timer, settings
+        self.corrections = corrections or Corrections()
         self.layers = len(estimator.model.layers)
         self.option = lru_cache(maxsize=4096)(self._option)
 
     def relaxed(self) -> "Chooser":
         """The same with all that decides memory left open."""
         free = Settings(dequantize=self.settings.dequantize, compiled=self.settings.compiled)
-        return self if free == self.settings else Chooser(self.estimator, self.timer, free)
+        return self if free == self.settings else Chooser(self.estimator, self.timer, free, self.corrections)
+
+    def corrected(self, corrections: Corrections) -> "Chooser":
+        """The same by other corrections, or by these once they have changed."""
+        return Chooser(self.estimator, self.timer, self.settings, corrections)
 
     def _option(self, row: RowShape, plan: Plan) -> Option:
-        peak = self.estimator.peak(row, plan)
-        plan = replace(plan, peak_bytes=peak.bytes)
-        return Option(plan, peak.moment, dict(peak.parts), self.timer.relative(row, plan))
+        peak, ratio = self.estimator.peak(row, plan), self.corrections.ratio(plan)
+        base = {"model": self.estimator.resident, "adapter": self.estimator.state}
+        parts = {name: base.get(name, 0) + ratio * (size - base.get(name, 0)) for name, size in peak.parts.items()}
+        plan = replace(plan, peak_bytes=round(sum(parts.values())))
+        rate = self.corrections.rates.get(kind(plan))
+        seconds = rate * self.timer.cost(row, plan) if rate else None
+        return Option(plan, peak.moment, parts, self.timer.relative(row, plan), peak.bytes, seconds)
 
     def fastest(self, row: RowShape, budget: int, *, sizes: Sequence[int] | None = None) -> Option | None:
         """The fastest candidate for `row` whose peak is within `budget`; None: there is none."""

@@ -7,6 +7,7 @@ it waits for running work instead of growing, and its cache never takes what a l
 
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from segtrain.memory import anatomy, choices, machine, rows
 from segtrain.memory.anatomy import Subject
 from segtrain.memory.backends import BACKENDS, Backend, with_buffers
 from segtrain.memory.choose import Chooser, Option, longest
+from segtrain.memory.corrections import Corrections, keep, kept, kind
 from segtrain.memory.device import MARGIN, default_budget
 from segtrain.memory.meter import GIB, Meter, frozen_bytes, recommended_bytes, set_limits
 from segtrain.memory.plan import Plan
@@ -48,9 +50,12 @@ class Watch:
     predicted: int = 0
     tokens: int = 0
     longest: int = 0
+    highest: Option | None = None
 
-    def note(self, peak: int, tokens: int) -> None:
-        """Count one row of the step at hand: its predicted peak in bytes, and its length."""
+    def note(self, peak: int, tokens: int, option: Option | None = None) -> None:
+        """Count one row of the step at hand: its predicted peak in bytes, its length, and the plan it runs by."""
+        if peak > self.predicted:
+            self.highest = option
         self.predicted, self.tokens = max(self.predicted, peak), max(self.tokens, tokens)
 
     def report(self, measured_gib: float) -> Notice | None:
@@ -111,6 +116,20 @@ class Planner:
         self._options: dict[RowShape, Option] = {}
         self._backwards: dict[Plan, Backward] = {}
         self.prompt_share = choices.PROMPT_SHARE
+        self.corrections = Corrections()
+        self._clock = _Clock()
+
+    def go_by(self, corrections: Corrections, *, resumed: bool) -> None:
+        """Plan by these, and add to them; where nothing is resumed, by what earlier runs measured too."""
+        if not resumed:
+            found = kept(self.chooser.estimator.model, self.backend.name)
+            corrections.ratios, corrections.rates = found.ratios, found.rates
+        self.corrections, self.watch.longest = corrections, corrections.longest
+        self._replan()
+
+    def _replan(self) -> None:
+        self.chooser = self.chooser.corrected(self.corrections)
+        self._options.clear()
 
     def announce(self, counts: Mapping[str, Any]) -> Iterator[Event]:
         """The plan of the longest row that the data have. Raises RunFailed where none fits."""
@@ -128,7 +147,9 @@ class Planner:
         plan = self.plan_for(layout)
         self._hold(plan)
         row = rows.of_layout(layout)
-        self.watch.note(self.chooser.estimator.peak(row, plan).bytes, max(row.streams))
+        option = self.chooser.option(row, replace(plan, peak_bytes=None))
+        self.watch.note(option.peak, max(row.streams), option)
+        self._clock.row(plan, self.chooser.timer.cost(row, plan))
         if plan not in self._backwards:
             self._backwards[plan] = self.session.backward(plan, self.meter)
         return self._backwards[plan]
@@ -157,11 +178,30 @@ class Planner:
             set_limits(round(fixed + above - waiting), max(above, CACHE_BYTES))
 
     def after_step(self, step: int, meter: Reads) -> Iterator[Event]:
-        memory = meter.memory()
-        for notice in (self.watch.report(memory.peak_gib), self.creep.check(memory.active_gib)):
+        memory, highest = meter.memory(), self.watch.highest
+        self.watch.highest = None
+        known = dict(self.corrections.rates)
+        if memory.peak_gib >= QUIET_BYTES / GIB:
+            self.corrections.rates |= self._clock.rates(known)
+        reported = self.watch.report(memory.peak_gib)
+        self.corrections.longest = self.watch.longest
+        changed = bool(reported and highest) and self._learn(highest, memory.peak_gib)  # type: ignore[arg-type]
+        if changed or self.corrections.rates != known:
+            keep(self.chooser.estimator.model, self.backend.name, self.corrections)
+        for notice in (reported, self.creep.check(memory.active_gib)):
             if notice is not None:
                 yield notice
         yield from self._drain()
+
+    def _learn(self, option: Option, measured_gib: float) -> bool:
+        """Correct the estimate by a step's peak; longer rows get their plans by it. Whether that changes anything."""
+        fixed, plan = self.chooser.estimator.fixed, option.plan
+        changed = self.corrections.learn(plan, option.estimated - fixed, measured_gib * GIB - fixed)
+        if changed:
+            self._replan()
+            ratio = self.corrections.ratio(plan)
+            self.notices.append(Notice(f"plans count {ratio:.2f} of what is estimated above the model from now on"))
+        return changed
 
     def _drain(self) -> Iterator[Event]:
         yield from self.notices
@@ -173,6 +213,7 @@ class Planner:
             found = self.chooser.fastest(row, self.budget) or self._smaller(row)
             if found is None and exact is not None and exact != row:
                 return self._option(exact)
+            found = found or self._despite_corrections(row)
             if found is None:
                 raise RunFailed(self._refusal(row))
             self._options[row] = in_short_kernels(found, row, self.backend)
@@ -189,6 +230,16 @@ class Planner:
                     f"{found.plan.keep}"
                 )
             )
+        return found
+
+    def _despite_corrections(self, row: RowShape) -> Option | None:
+        """The leanest plan for a row that fitted by the estimate alone: a run that was accepted goes on."""
+        chooser = self.chooser.relaxed()
+        if not self.corrections.longest or not chooser.corrected(Corrections()).fastest(row, self.budget):
+            return None
+        found = chooser.leanest(row)
+        text = f"rows of {max(row.streams):,} tokens may need {_gib(found.peak / GIB)}, by what shorter ones took"
+        self.notices.append(Notice(f"{text}: more than the budget of {_gib(self.budget / GIB)}", "warning"))
         return found
 
     def _refusal(self, row: RowShape) -> str:
@@ -210,6 +261,32 @@ class Planner:
             prompt_share=self.prompt_share,
         )
         return choices.aligned(row, self.backend)
+
+
+class _Clock:
+    """Seconds for each operation of a step, of early steps whose rows all ran by one kind of plan."""
+
+    CHANGE = 0.1
+    STEPS = range(2, 5)  # the first one compiles kernels; later ones needn't be measured
+
+    def __init__(self) -> None:
+        self.begun, self.steps = 0.0, 0
+        self.costs: dict[str, float] = {}
+
+    def row(self, plan: Plan, cost: float) -> None:
+        if not self.costs:
+            self.begun = time.perf_counter()
+        self.costs[kind(plan)] = self.costs.get(kind(plan), 0.0) + cost
+
+    def rates(self, known: Mapping[str, float]) -> dict[str, float]:
+        """At the end of a step: a rate that is new or has changed."""
+        costs, seconds = self.costs, time.perf_counter() - self.begun
+        self.costs, self.steps = {}, self.steps + 1
+        if len(costs) != 1 or self.steps not in self.STEPS:
+            return {}
+        ((name, cost),) = costs.items()
+        rate, before = seconds / cost, known.get(name, 0.0)
+        return {name: rate} if abs(rate - before) > self.CHANGE * rate else {}
 
 
 def _backend() -> Backend:

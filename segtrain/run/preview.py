@@ -8,6 +8,7 @@ from segtrain.errors import UserError
 from segtrain.memory import choices, machine
 from segtrain.memory.backends import Backend
 from segtrain.memory.choose import Chooser, Option, longest, preferred, sizes
+from segtrain.memory.corrections import kept
 from segtrain.memory.device import Device
 from segtrain.memory.device import device as device_of
 from segtrain.memory.rows import RowShape
@@ -77,6 +78,8 @@ def preview(
     shape = _shapes(source.config, recipe, backend)
     limit = _budget(recipe, budget) or target.budget
     chooser = choices.chooser(shape, backend, recipe, resident=source.weights)
+    if target.here:
+        chooser = chooser.corrected(kept(shape, backend.name))
     _require_room(chooser, limit, name)
     length = _length(recipe, seq, shape)
     lengths = _lengths(recipe, name)
@@ -175,9 +178,18 @@ class _Case:
             "phases": {name: round(size / GIB, 4) for name, size in option.parts.items() if size},
             "moment": option.moment,
             "relative_time": round(option.relative_time, 3),
+            **self._here(option),
             "fits": option.peak <= self.budget,
             "longest": far,
         }
+
+    @staticmethod
+    def _here(option: Option) -> dict[str, Any]:
+        """What runs on this machine added: seconds, and the peak before it was corrected."""
+        found: dict[str, Any] = {} if option.seconds is None else {"seconds": round(option.seconds, 3)}
+        if option.estimated != option.peak:
+            found["estimated_gib"] = round(option.estimated / GIB, 4)
+        return found
 
     def _advice(self, length: int, limit: int) -> str:
         need = self.chooser.leanest(self.row(length)).peak

@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from segtrain.memory.corrections import Corrections
 from segtrain.run.verdict import Trend
 
 SETTLED = 20  # losses seen before one can be called a spike
@@ -44,6 +45,7 @@ class RunState:
     shared_pairs: int = 0
     losses: RunningLoss = field(default_factory=RunningLoss)
     trend: Trend = field(default_factory=Trend)
+    memory: Corrections = field(default_factory=Corrections)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"best_loss": None if math.isinf(self.best_loss) else self.best_loss}
@@ -53,5 +55,6 @@ class RunState:
         known = {name: saved[name] for name in cls.__dataclass_fields__}
         known["losses"] = RunningLoss(**known["losses"])
         known["trend"] = Trend(**known["trend"])
+        known["memory"] = Corrections(**known["memory"])
         known["best_loss"] = math.inf if known["best_loss"] is None else known["best_loss"]
         return cls(**known)

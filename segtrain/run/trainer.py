@@ -138,6 +138,7 @@ class _Loop:
         self.logging = found is None  # these lines are in the metrics already
         yield from (Notice(text) for text in [*self.session.notices, *self.data.notices])
         yield DataRead(self.data.counts)
+        self.planner.go_by(self.state.memory, resumed=found is not None)
         yield from self.planner.announce(self.data.counts)
         yield from self._limit()
         self.logging = True

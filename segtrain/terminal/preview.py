@@ -97,7 +97,7 @@ def _drawn(lengths: Sequence[int], marks: str, limit: int | None, room: int) -> 
 
 def _figures(option: Mapping[str, Any], best: bool, budget: float | None, differing: Sequence[str]) -> list[str]:
     fits = _fits(option, budget)
-    relative = option.get("relative_time")
+    relative, seconds = option.get("relative_time"), option.get("seconds")
     full = option.get("backward") == "full"
     return [
         ">" if best else " ",
@@ -105,7 +105,7 @@ def _figures(option: Mapping[str, Any], best: bool, budget: float | None, differ
         "" if full else _count(option.get("head_chunk")),
         *(_count(option.get(key) or None) for key in differing),
         gib(option["peak_gib"]),
-        "" if relative is None else f"{relative:.2f}x",
+        f"{seconds:.3g} s" if seconds else "" if relative is None else f"{relative:.2f}x",
         "" if fits is None else "yes" if fits else "no",
     ]
 
@@ -119,7 +119,9 @@ def _notes(options: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     """What the columns mean."""
     texts = ["time: of full backward, by count of operations"]
     if any(option.get("seconds") for option in options):
-        texts = ["time: of a step, as this machine was measured"]
+        texts = ["time: seconds of a row as earlier runs here took them (s), or of full backward (x)"]
+    if any(option.get("estimated_gib") for option in options):
+        texts.append("peak: the estimate, corrected by what earlier runs of this model measured here")
     if set(_differing(options)) - {"keep"}:
         texts.append("edges kept, MLP rows: chosen by auto, nothing to type; fewer need less memory and more time")
     return [line for text in texts for line in wrapped("", [text], width)]
