@@ -10,7 +10,7 @@ from shapes_of import shapes_of
 
 from segtrain.memory import backends, rows
 from segtrain.memory.backends import BACKENDS, CUDA_BUFFERS, with_buffers
-from segtrain.memory.choose import Chooser, Settings, longest, sizes
+from segtrain.memory.choose import DEARER, SMALLER, Chooser, Settings, longest, sizes, sparing
 from segtrain.memory.estimate import Estimator
 from segtrain.memory.plan import Plan
 from segtrain.memory.timing import OVERHEAD, Speed, Timer
@@ -48,8 +48,12 @@ def test_the_fastest_that_fits_is_the_fastest_that_fits(length: int, share: floa
     assert (found is None) == (not fitting)
     if found:
         assert found.peak <= budget
-        assert found.relative_time <= min(x.relative_time for x in fitting) + EQUAL
-        assert found.peak == min(x.peak for x in fitting if round(x.relative_time, 2) == round(found.relative_time, 2))
+        fastest = min(x.relative_time for x in fitting)
+        assert found.relative_time <= DEARER * (fastest + EQUAL)
+        same = [x.peak for x in fitting if round(x.relative_time, 2) == round(found.relative_time, 2)]
+        assert found.peak == min(same)
+        if found.relative_time > fastest + EQUAL:
+            assert found.peak <= SMALLER * max(x.peak for x in fitting if x.relative_time <= fastest + EQUAL)
 
 
 @given(st.integers(64, 4000), st.integers(20, 34))
@@ -59,7 +63,7 @@ def test_a_larger_budget_is_never_slower(length: int, power: int) -> None:
     small, large = mine.fastest(row, 1 << power), mine.fastest(row, 1 << (power + 1))
     if small:
         assert large is not None
-        assert large.relative_time <= small.relative_time + EQUAL
+        assert large.relative_time <= DEARER * (small.relative_time + EQUAL)
 
 
 def test_full_backward_where_it_fits_and_segments_where_it_does_not() -> None:
@@ -130,7 +134,7 @@ def test_sizes_are_powers_of_two_and_all() -> None:
     assert sizes(36) == [1, 2, 4, 8, 16, 32, 36]
 
 
-@pytest.mark.parametrize("length", [128, 512, 1024, 8192])
+@pytest.mark.parametrize("length", [128, 512, 1024])
 def test_full_backward_is_chosen_on_cuda_where_it_fits(length: int) -> None:
     """An H200 took 0.055 s for full backward of 512 tokens, 0.18 s for kept segments of 1,024 (benchmarks/results)."""
     mine, row = Chooser(*_eight_billion(), Settings(compiled=True)), rows.sft(length + 1)
@@ -140,6 +144,31 @@ def test_full_backward_is_chosen_on_cuda_where_it_fits(length: int) -> None:
     lean = mine.fastest(row, rich.peak - 1)
     assert lean
     assert lean.plan.backward == "segmented"
+
+
+def test_half_the_memory_is_worth_a_few_per_cent_of_time() -> None:
+    """An H200 took 0.71 s and 79 GiB for full backward of 8,192 tokens, 0.76 s and 34 GiB with kept layers."""
+    mine, row = Chooser(*_eight_billion(), Settings(compiled=True)), rows.sft(8193)
+    full, found = mine.option(row, next(mine.full(row))), mine.fastest(row, 120 << 30)
+    assert found
+    assert found.plan.keep
+    assert full.relative_time < found.relative_time <= DEARER * full.relative_time
+    assert found.peak < 0.6 * full.peak
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ([(1.0, 90), (1.07, 60)], (1.07, 60)),
+        ([(1.0, 90), (1.07, 61)], (1.0, 90)),  # too little is saved
+        ([(1.0, 90), (1.09, 10)], (1.0, 90)),  # too dear
+        ([(1.0, 90), (1.001, 80)], (1.001, 80)),  # equal times
+        ([(1.0, 90), (1.07, 60), (1.02, 50)], (1.02, 50)),
+        ([], None),
+    ],
+)
+def test_the_rule_of_sparing(options: list[tuple[float, int]], chosen: tuple[float, int] | None) -> None:
+    assert sparing(options, lambda x: x[0], lambda x: x[1]) == chosen
 
 
 def _eight_billion() -> tuple[Estimator, Timer]:

@@ -293,18 +293,17 @@ def fixed(mine: Planner) -> int:
     return mine.chooser.estimator.fixed
 
 
-def bytes_for(row: Layout, *, leanest: bool) -> str:
-    """A budget in which the leanest plan of `row`, or a fast one, just fits."""
+def bytes_for(row: Layout, room: float = 1.0) -> str:
+    """A budget in which the leanest plan of `row` just fits, or so many times what it takes above the model."""
     mine = planner(backward="segmented")
-    shape = planning._bucketed(rows.of_layout(row))
-    found = mine.chooser.leanest(shape) if leanest else mine.chooser.fastest(shape, 1 << 40)
-    return f"{found.peak // 1000 + 20}KB"
+    need = mine.chooser.leanest(planning._bucketed(rows.of_layout(row))).peak - fixed(mine)
+    return f"{(fixed(mine) + room * need) // 1000 + 20:.0f}KB"
 
 
 @pytest.mark.usefixtures("loud")
 def test_a_step_that_took_more_makes_a_longer_row_s_plan_leaner() -> None:
     short, long = tiny.row(400), tiny.row(1200)
-    mine, twin = (planner(memory_budget=bytes_for(long, leanest=False), backward="segmented") for _ in range(2))
+    mine, twin = (planner(memory_budget=bytes_for(long, 1.6), backward="segmented") for _ in range(2))
     before = twin.plan_for(long)
     told = learnt(mine, short, fixed(mine) / 2**30 + 1.499 * above(mine, short))
     assert any("plans count 1.50" in text for text in told)
@@ -318,7 +317,7 @@ def test_a_step_that_took_more_makes_a_longer_row_s_plan_leaner() -> None:
 @pytest.mark.usefixtures("loud")
 def test_a_step_that_took_far_less_takes_the_faster_plan() -> None:
     short, long = tiny.row(400), tiny.row(1200)
-    mine = planner(memory_budget=bytes_for(long, leanest=True), backward="segmented")
+    mine = planner(memory_budget=bytes_for(long), backward="segmented")
     before = mine.chooser.timer.cost(rows.of_layout(long), mine.plan_for(long))
     learnt(mine, short, fixed(mine) / 2**30 + 0.5 * above(mine, short))
     assert mine.chooser.timer.cost(rows.of_layout(long), mine.plan_for(long)) < before
@@ -350,7 +349,7 @@ def test_the_next_run_knows_and_a_resumed_one_goes_by_its_checkpoint() -> None:
 
 @pytest.mark.usefixtures("loud")
 def test_an_accepted_run_goes_on_where_the_corrected_estimate_no_longer_fits() -> None:
-    mine = planner(memory_budget=bytes_for(tiny.row(1200), leanest=True), backward="segmented")
+    mine = planner(memory_budget=bytes_for(tiny.row(1200)), backward="segmented")
     longest = mine.fitting(1900)
     learnt(mine, tiny.row(50), fixed(mine) / 2**30 + 3 * above(mine, tiny.row(50)))
     assert mine.fitting(1900) < longest

@@ -1,13 +1,14 @@
 """The fastest plan that fits. Pure.
 
 Candidates are every combination of the settings that a recipe leaves on `auto`; each is estimated, those whose peak is
-within the budget are compared by estimated time, and by memory where times are equal.
+within the budget are compared by estimated time, and by memory where times are about equal (`sparing`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import TypeVar
 
 from segtrain.engine.segments import layer_cuts, leanest_boundaries
 from segtrain.memory.corrections import Corrections, kind
@@ -16,10 +17,13 @@ from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
 from segtrain.memory.timing import Timer
 
+T = TypeVar("T")
+
 HEAD_CHUNK_BYTES = 512 << 20
 MIN_CHUNK, MAX_CHUNK = 64, 2048
 MLP_ROWS = (4096, 2048, 1024, 512)
 BOUNDARIES = (0.875, 0.75, 0.5)  # shares of them
+DEARER, SMALLER = 1.08, 2 / 3  # see `sparing`
 KEPT = (0.125, 0.25, 0.5, 0.75, 0.875)  # shares of the layers
 
 
@@ -55,9 +59,17 @@ class Option:
         return round(sum(self.parts.values()))
 
 
-def preferred(option: Option) -> tuple[float, int]:
-    """The order of choice: by time, and by memory where times are equal within what the time model can tell."""
-    return round(option.relative_time, 2), option.peak
+def sparing(options: Sequence[T], time: Callable[[T], float], peak: Callable[[T], float]) -> T | None:
+    """The fastest option, or one that costs at most `DEARER` more time and takes at most `SMALLER` of its memory.
+
+    What else runs on the machine can use the memory that a plan leaves. Times that differ by less than the time model
+    can tell are equal: then less memory wins.
+    """
+    best = min(options, key=lambda x: (round(time(x), 2), peak(x)), default=None)
+    if best is None:
+        return None
+    near = [x for x in options if time(x) <= DEARER * time(best) and peak(x) <= SMALLER * peak(best)]
+    return min(near, key=lambda x: (round(time(x), 2), peak(x)), default=best)
 
 
 class Chooser:
@@ -96,7 +108,7 @@ class Chooser:
     def fastest(self, row: RowShape, budget: int, *, sizes: Sequence[int] | None = None) -> Option | None:
         """The fastest candidate for `row` whose peak is within `budget`; None: there is none."""
         fitting = [x for x in (self.option(row, plan) for plan in self.plans(row, sizes)) if x.peak <= budget]
-        return min(fitting, key=preferred, default=None)
+        return sparing(fitting, lambda x: x.relative_time, lambda x: x.peak)
 
     def leanest(self, row: RowShape, *, sizes: Sequence[int] | None = None) -> Option:
         """The candidate with the lowest peak."""

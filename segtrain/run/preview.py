@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from segtrain.errors import UserError
 from segtrain.memory import choices, machine
 from segtrain.memory.backends import Backend
-from segtrain.memory.choose import Chooser, Option, longest, preferred, sizes
+from segtrain.memory.choose import Chooser, Option, longest, sizes, sparing
 from segtrain.memory.corrections import kept
 from segtrain.memory.device import Device
 from segtrain.memory.device import device as device_of
@@ -124,7 +124,7 @@ class _Case:
         if fastest and fastest.plan.keep:
             options.append(self._as_json(fastest, longest(self._fits(fastest.plan.segment_size), limit)))
         fitting = [option for option in options if option["fits"]]
-        best = min(fitting, key=lambda x: (round(x["relative_time"], 2), x["peak_gib"]), default=None)
+        best = sparing(fitting, lambda x: x["relative_time"], lambda x: x["peak_gib"])
         notes = [self.lengths.note] if self.lengths.note else []
         return Preview(
             name,
@@ -153,7 +153,7 @@ class _Case:
     def _option(self, row: RowShape, size: int, limit: int) -> dict[str, Any]:
         plain = [self.chooser.option(row, plan) for plan in self.chooser.plans(row, (size,)) if plan.keep == self._keep]
         fitting = [option for option in plain if option.peak <= self.budget]
-        chosen = min(fitting, key=preferred, default=None)
+        chosen = sparing(fitting, lambda x: x.relative_time, lambda x: x.peak)
         chosen = chosen or self.chooser.leanest(row, sizes=(size,))
         return self._as_json(chosen, longest(self._fits(size), limit))
 
