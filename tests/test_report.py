@@ -241,6 +241,20 @@ def test_thinning_and_smoothing_against_naive_sums():
     assert smoothed(values)[3] == pytest.approx(naive)
 
 
+def test_a_row_of_the_data_is_shown_with_what_is_learnt_marked(run):
+    row = {
+        "origin": f"x{HOSTILE}:1",
+        "pieces": ["ask ", HOSTILE, " yes", "."],
+        "supervised": [False, False, True, True],
+    }
+    (run / "data_row.json").write_text(json.dumps(row))
+    text = write_report(run).read_text()
+    assert f"<pre>ask {html.escape(HOSTILE)}<mark> yes.</mark></pre>" in text
+    assert "2 of 4 tokens are learnt" in text
+    (run / "data_row.json").write_text('{"pieces": 3}')
+    assert "data_row.json can't be read" in write_report(run).read_text()
+
+
 def test_what_is_no_run_directory_is_refused(tmp_path):
     with pytest.raises(UserError, match="no run directory"):
         write_report(tmp_path)

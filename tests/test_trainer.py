@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny_run
 
+from segtrain.data.check import check_data
 from segtrain.engine import objectives
 from segtrain.engine.backward import Step
 from segtrain.errors import RunFailed, UserError
@@ -29,6 +30,7 @@ from segtrain.events import (
     TrainStep,
 )
 from segtrain.models.load import load
+from segtrain.recipe.schema import load_recipe
 from segtrain.run.guards import ALLOWANCE, SLACK, WARM_UP, Growth
 from segtrain.run.state import SETTLED, RunningLoss, RunState
 from segtrain.run.trainer import Trainer, total_steps
@@ -82,6 +84,10 @@ def test_files_are_those_of_the_contract(folder: Path, loss: str) -> None:
         *(f"{kind}[{n}:{n + 1}]" for kind in ("forward", "backward") for n in range(3)), "head", "optimizer",
     }  # fmt: skip
     assert (out / "recipe.yaml").read_text().startswith("# resolved by segtrain-mlx")
+    recipe = load_recipe(out / "recipe.yaml")
+    checked = check_data(recipe, pairs=loss == "orpo", tokenizer=load(recipe.model).tokenizer).sample
+    assert checked is not None
+    assert json.loads((out / "data_row.json").read_text()) == checked.as_json()
     assert best(out) == checkpoint.directory(out, of(events, RunEnded)[0].summary["best_step"])
     assert not (out / ".lock").exists()
 

@@ -16,7 +16,7 @@ from segtrain.data.feeds import Table
 from segtrain.data.limits import Encoded
 from segtrain.data.raw import Raw
 from segtrain.data.rows import Origin, PreferenceRow, Row
-from segtrain.data.samples import Sample, samples_of
+from segtrain.data.samples import Sample, Sought, samples_of
 from segtrain.data.sources import Located, locate
 from segtrain.data.tokenizer import Tokenizer, load_tokenizer
 from segtrain.errors import UserError
@@ -26,8 +26,6 @@ Progress: TypeAlias = Callable[[int, int | None], None]  # rows done, rows in al
 
 IN_PROCESS_ROWS = 10_000  # below this, starting workers costs more than it saves
 STREAMED_ROWS = 100_000  # a stream may have no end
-SAMPLE_SOUGHT = 50
-SAMPLE_LENGTH = 600
 
 
 @dataclass(frozen=True)
@@ -148,10 +146,9 @@ class _Checker:
         self.recipe, self.section, self.progress = recipe, recipe.data, progress
         self.pipeline = Pipeline(recipe.data, pairs, tokenizer)
         self.workers = workers
-        self.sample: Row | None = None
+        self.sought = Sought()
         self.first: list[Row] = []
         self.wanted = rows
-        self.sought = 0
         self.notes: list[str] = []
 
     def report(self) -> CheckReport:
@@ -161,7 +158,7 @@ class _Checker:
         name = ", ".join(one.name for one in located)
         train.require_sound()
         train.tally.require_rows(name, self.section.max_seq_length)
-        preference = isinstance(self.sample, PreferenceRow)
+        preference = isinstance(self.sought.row, PreferenceRow)
         if preference:
             train.tally.require_difference(name)
         counts = train.tally.counts(preference, reasons=False)
@@ -176,7 +173,7 @@ class _Checker:
             truncated=_reasons(self._cut(preference), train.truncated),
             duplicates=duplicates,
             split_prompts=_reasons("prompts of chosen and rejected differ", train.split_prompts),
-            sample=samples_of(codec, self.sample)[0] if self.sample else None,
+            sample=samples_of(codec, self.sought.row)[0] if self.sought.row else None,
             suggestions=self._suggestions(train, duplicates, name),
             form=self.pipeline.forms,
             samples=[sample for row in self.first for sample in samples_of(codec, row)],
@@ -249,23 +246,9 @@ class _Checker:
                     self.pipeline.settle(raw, located.source.columns)
                 except UserError:
                     continue  # counted, with all others, where the rows are encoded
-        self._seek_sample(rows)
+        self.sought.look(rows, self.pipeline.encode)
         self._seek_first(rows)
         return rows
-
-    def _seek_sample(self, rows: list[Raw]) -> None:
-        """Of the first rows, prefer one that is short enough to be looked at, and take the shortest otherwise."""
-        for raw in rows:
-            if self.sample is not None and (len(self.sample) <= SAMPLE_LENGTH or self.sought >= SAMPLE_SOUGHT):
-                return
-            self.sought += 1
-            try:
-                results = self.pipeline.encode(raw)
-            except UserError:
-                continue
-            for result in results:
-                if isinstance(result, Encoded) and (self.sample is None or len(result.row) < len(self.sample)):
-                    self.sample = result.row
 
     def _seek_first(self, rows: list[Raw]) -> None:
         """The first rows made of the data, as many as were asked for."""

@@ -27,6 +27,7 @@ from segtrain.data.limits import Dropped, Encoded
 from segtrain.data.permutation import Permutation
 from segtrain.data.raw import Raw
 from segtrain.data.rows import Origin, Row
+from segtrain.data.samples import Sample, Sought, samples_of
 from segtrain.data.sources import Located, locate
 from segtrain.data.tokenizer import Codec, Tokenizer
 from segtrain.errors import UserError
@@ -154,6 +155,7 @@ class Data:
     counts: dict[str, Any]
     rows_per_epoch: int | None
     notices: list[str] = field(default_factory=list)
+    sample: Sample | None = None  # the row that `segtrain check` shows
 
 
 class Pipeline:
@@ -242,6 +244,7 @@ class _Opening:
         self.pipeline = Pipeline(recipe.data, pairs, tokenizer)
         self.seed = recipe.train.seed
         self.notices: list[str] = []
+        self.sought = Sought()
         self.valid_longest = 0
 
     def data(self, rank: int, world: int) -> Data:
@@ -254,12 +257,15 @@ class _Opening:
         valid = self._valid()
         if valid is not None:
             counts |= {"valid_rows": len(valid), "valid_longest": self.valid_longest}
-        return Data(train, valid, counts, rows, self.notices)
+        shown = self.sought.row
+        sample = samples_of(self.pipeline.encoder.codec, shown)[0] if shown else None
+        return Data(train, valid, counts, rows, self.notices, sample)
 
     def _tabled(self, located: list[Located]) -> tuple[Feed, dict[str, Any], int]:
         tables = [self._table(one) for one in located]
         whole = Chained(tables)
         tally, sampled = self._counted(whole)
+        self.sought.look((whole[number] for number in range(min(len(whole), EXACT_ROWS))), self.pipeline.encode)
         counts, rows = self._judged(tally, _names(located), len(whole), sampled)
         if located[0].source.weight is None:
             return Shuffled(whole, self.seed), counts, rows
@@ -306,7 +312,9 @@ class _Opening:
     def _streamed(self, located: list[Located]) -> tuple[Feed, dict[str, Any], None]:
         sources, tally = [one.in_order() for one in located], Tally()
         for one, source in zip(located, sources, strict=True):
-            self._sample(tally, self._first_rows(one, source, max(1, SAMPLE_ROWS // len(located))))
+            rows = self._first_rows(one, source, max(1, SAMPLE_ROWS // len(located)))
+            self._sample(tally, rows)
+            self.sought.look(rows, self.pipeline.encode)
         counts, _ = self._judged(tally, _names(located), tally.seen, True)
         window = self.section.shuffle_window
         self.notices.append(

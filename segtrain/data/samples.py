@@ -1,10 +1,38 @@
 """Rows to look at: each token's text, whether it is learnt, and what it counts."""
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from segtrain.data.limits import Dropped, Encoded
+from segtrain.data.raw import Raw
 from segtrain.data.rows import PreferenceRow, Row, SupervisedRow
 from segtrain.data.tokenizer import Codec
+from segtrain.errors import UserError
+
+EXAMPLES, LENGTH = 50, 600  # of the first so many examples, the first row that is short enough to be looked at
+
+
+class Sought:
+    """The row to show of a data set: one that is short enough among the first, or else the shortest of them."""
+
+    def __init__(self) -> None:
+        self.row: Row | None = None
+        self._seen = 0
+
+    def look(self, raws: Iterable[Raw], encode: Callable[[Raw], Sequence[Encoded | Dropped]]) -> None:
+        """Look through examples, in the data's order, until a row is found; broken ones are passed over."""
+        for raw in raws:
+            if self.row is not None and (len(self.row) <= LENGTH or self._seen >= EXAMPLES):
+                return
+            self._seen += 1
+            try:
+                results = encode(raw)
+            except UserError:
+                continue
+            for result in results:
+                if isinstance(result, Encoded) and (self.row is None or len(result.row) < len(self.row)):
+                    self.row = result.row
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +76,8 @@ def _body(run: RunFiles, drawn: "list[Chart]") -> Iterable[str]:
     yield f'<div class="charts">{"".join(_chart(i, chart) for i, chart in enumerate(drawn))}</div>'
     yield _section("Predicted against measured", _prediction(run))
     yield _section("Data", _table(run.data) if run.data else "<p>No data accounting has been logged yet.</p>")
+    if run.row:
+        yield _section("A row, what is learnt of it marked", _row(run.row))
     yield _section("Plan", _table(run.plan) if run.plan else "<p>No plan has been logged yet.</p>")
     if run.samples:
         yield _section("Samples", _samples(run.samples))
@@ -155,6 +159,18 @@ def _notices(notices: list[Record]) -> str:
         times[key] = times.get(key, 0) + 1
     lines = [f"{level}: {text}" + (f" ({n} times)" if n > 1 else "") for (level, text), n in times.items()]
     return _list(lines)
+
+
+def _row(row: Record) -> str:
+    """A row of the data, what is learnt of it between marks and coloured."""
+    pieces, flags = row.get("pieces"), row.get("supervised")
+    if not isinstance(pieces, list) or not isinstance(flags, list):
+        return "<p>data_row.json can't be read.</p>"
+    runs = groupby(zip(flags, pieces, strict=False), itemgetter(0))
+    texts = [(on, "".join(str(piece) for _, piece in run)) for on, run in runs]
+    shown = "".join(f"<mark>{_text(text)}</mark>" if on else _text(text) for on, text in texts)
+    said = f"{_text(value(row.get('origin')))}: {sum(map(bool, flags)):,} of {len(flags):,} tokens are learnt"
+    return f'<div class="sample"><p>{said}</p><pre>{shown}</pre></div>'
 
 
 def _samples(samples: list[Record]) -> str:

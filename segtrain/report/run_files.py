@@ -26,6 +26,7 @@ class RunFiles:
     evals: list[Record] = field(default_factory=list)
     notices: list[Record] = field(default_factory=list)
     data: Record = field(default_factory=dict)
+    row: Record = field(default_factory=dict)
     plan: Record = field(default_factory=dict)
     memory: list[Record] = field(default_factory=list)
     samples: list[Record] = field(default_factory=list)
@@ -65,6 +66,7 @@ def read_run(path: Path) -> RunFiles:
         evals=_by_step(_named(events, "eval")),
         notices=_named(events, "notice"),
         data=_last(_named(events, "data")),
+        row=_last(_lines(path / "data_row.json", problems, optional=True)),
         plan=_last(_named(events, "plan")),
         memory=memory,
         samples=samples,

@@ -180,6 +180,8 @@ class _Loop:
                 self.keeper.settle(found, self.state)
             if not self._is_finished():
                 self.run.write_recipe(self.recipe)
+                if self.data.sample:
+                    self.run.write_row(self.data.sample.as_json())
             yield from (Notice(text, "warning") for text in self.run.notices)
         self.accepted = True
         self._log(None)

@@ -23,8 +23,9 @@ from segtrain.storage.durable import replace_text, sync, unfinished
 
 LOGS = ("metrics.jsonl", "memory.jsonl", "samples.jsonl")
 RECIPE, RESOLVED, BEST, LOCK = "recipe.yaml", "recipe.resolved.yaml", "best", ".lock"
+ROW = "data_row.json"
 MARKS = (*LOGS, BEST, "report.html", "checkpoints")  # any of these makes a directory a run
-OWN = (RECIPE, RESOLVED, *MARKS, checkpoint.ADAPTERS, checkpoint.CONFIG, "tensorboard")
+OWN = (RECIPE, RESOLVED, ROW, *MARKS, checkpoint.ADAPTERS, checkpoint.CONFIG, "tensorboard")
 ADAPTER_FILES = (checkpoint.ADAPTERS, checkpoint.CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 PACKAGES = ("segtrain-mlx", "mlx", "mlx-lm", "transformers")
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
@@ -217,6 +218,13 @@ class RunDirectory:
                 self.notices.append(f"{path} was changed since the checkpoint; its whole lines are kept")
                 length = content.rfind(b"\n") + 1
             file.truncate(length)
+
+    def write_row(self, row: Mapping[str, Any]) -> None:
+        """`data_row.json`: one row of the data as `segtrain check` shows it. Raises RunFailed."""
+        try:
+            replace_text(self.path / ROW, json.dumps(row, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise checkpoint.failed(f"{ROW} could not be written", error) from error
 
     def write_recipe(self, recipe: Recipe, packages: Iterable[str] = PACKAGES) -> None:
         """`recipe.yaml`: the recipe as resolved, with the versions of `packages`. Raises RunFailed.
