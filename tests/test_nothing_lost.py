@@ -14,6 +14,7 @@ from processes import ended, start
 from segtrain.data import dataset
 from segtrain.errors import RunFailed, UserError
 from segtrain.events import Notice, RunEnded, TrainStep
+from segtrain.parallel.ranks import Ranks
 from segtrain.recipe.schema import Recipe, load_recipe
 from segtrain.run.trainer import Trainer
 from segtrain.storage import checkpoint
@@ -148,3 +149,14 @@ def test_a_row_that_cannot_fit_follows_on_long_where_lengths_are_not_known(
     assert ended.step == 26
     assert ended.summary["dropped"] >= 1
     assert all(event.tokens < 100 for event in events if isinstance(event, TrainStep))
+
+
+def test_ranks_agree_on_the_rows_that_fit(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank's memory holds 9 tokens: this one leaves out the same rows."""
+    monkeypatch.setattr(dataset, "SAMPLE_ROWS", 3)
+    monkeypatch.setattr(dataset, "EXACT_ROWS", 3)
+    monkeypatch.setattr(Ranks, "gather", lambda self, text: [text, "9"])
+    recipe = tiny_run.recipe(folder, train__steps=12, output__dir=str(tmp_path / "run"))
+    events = list(Trainer(recipe).events())
+    assert any(isinstance(event, Notice) and "rows above 9 tokens don't fit" in event.text for event in events)
+    assert max(event.tokens for event in events if isinstance(event, TrainStep)) <= 9

@@ -151,9 +151,10 @@ class _Loop:
         yield self._ended(reason)
 
     def _limit(self) -> Iterator[Event]:
-        """Rows that can't fit follow `on_long` where not all lengths are known."""
-        limit = self.recipe.data.max_seq_length
-        fitting = self.planner.fitting(limit) if self.data.counts.get("sampled") else limit
+        """Rows that can't fit on every rank follow `on_long` where not all lengths are known."""
+        limit = fitting = self.recipe.data.max_seq_length
+        if self.data.counts.get("sampled"):
+            fitting = min(map(int, self.ranks.gather(str(self.planner.fitting(limit)))))
         if fitting < limit:
             self.data.train.limit(min(fitting, learnt(self.session.loaded.config) or fitting))
             yield Notice(
