@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Literal, TypeAlias
 
+from segtrain.memory import fitted
 from segtrain.memory.shapes import Attention
 
 Kind: TypeAlias = Literal["fused", "band", "blocks"]
@@ -29,7 +30,6 @@ class Backend:
     - `held`: hidden-sized arrays of a layer whose MLP works in chunks that a command buffer holds though done with;
     - `chunks_help`: an MLP in chunks frees memory; a large command buffer holds all chunks' temporaries until its end;
     - `overlaps`: with look-ahead 2 the next segment is at work before the last one is done;
-    - `norms_widen`: norms of half-precision inputs keep float32 copies;
     - `workspace`: bytes that matrix products in flight hold for themselves;
     - `scratch`: elements a query head that fused attention's backward takes for itself;
     - `unpacking`: bytes for each weight that is being expanded from a packed one, beside its dense copy;
@@ -43,7 +43,6 @@ class Backend:
     held: float = 0.0
     chunks_help: bool = True
     overlaps: bool = True
-    norms_widen: bool = False
     workspace: int = 0
     scratch: int = 0
     unpacking: float = 0.0
@@ -73,38 +72,49 @@ class Backend:
 
 
 SMALL_BUFFERS = 10  # operations a command buffer: with so few, little is held that is done with
-RUN_AHEAD_SMALL = 0.65
-HELD_SMALL = 6.0
 
-BACKENDS: dict[Name, Backend] = {
-    "cpu": Backend("cpu", fused=0.65, overlaps=False, norms_widen=True, unpacking=11.0, tile_bytes=1 << 20),
-    "cuda": Backend(
-        "cuda",
-        run_ahead=1.4,
-        fuses=True,
-        chunks_help=False,
-        workspace=400 << 20,
-        compiles=True,
-        head_dims=frozenset(range(8, 129, 8)),
-        query_multiple=128,
-        array_mask=True,
-        unequal_dims=True,
-        tile_bytes=64 << 20,
-    ),
-    "metal": Backend(
-        "metal",
-        run_ahead=RUN_AHEAD_SMALL,
-        fuses=True,
-        held=HELD_SMALL,
-        overlaps=False,
-        scratch=3 * 1024**2,
-        head_dims=frozenset({64, 72, 80, 96, 128, 192, 256}),
-        float32_fused=True,
-        query_multiple=32,
-        widens_values=True,
-        tile_bytes=64 << 20,
-    ),
-}
+
+def table() -> dict[Name, Backend]:
+    """The rows, with the constants of `fitted`."""
+    return {
+        "cpu": Backend(
+            "cpu",
+            run_ahead=fitted.CPU_RUN_AHEAD,
+            fused=fitted.CPU_FUSED,
+            overlaps=False,
+            unpacking=fitted.CPU_UNPACKING,
+            tile_bytes=1 << 20,
+        ),
+        "cuda": Backend(
+            "cuda",
+            run_ahead=fitted.CUDA_RUN_AHEAD,
+            fuses=True,
+            chunks_help=False,
+            workspace=round(fitted.CUDA_WORKSPACE * 2**20),
+            compiles=True,
+            head_dims=frozenset(range(8, 129, 8)),
+            query_multiple=128,
+            array_mask=True,
+            unequal_dims=True,
+            tile_bytes=64 << 20,
+        ),
+        "metal": Backend(
+            "metal",
+            fuses=True,
+            run_ahead=fitted.SMALL_RUN_AHEAD,
+            held=fitted.SMALL_HELD,
+            overlaps=False,
+            scratch=3 * 1024**2,
+            head_dims=frozenset({64, 72, 80, 96, 128, 192, 256}),
+            float32_fused=True,
+            query_multiple=32,
+            widens_values=True,
+            tile_bytes=64 << 20,
+        ),
+    }
+
+
+BACKENDS = table()
 
 
 def with_buffers(backend: Backend, environment: Mapping[str, str]) -> Backend:
@@ -112,7 +122,7 @@ def with_buffers(backend: Backend, environment: Mapping[str, str]) -> Backend:
     asked = environment.get("MLX_MAX_OPS_PER_BUFFER", "")
     if backend.name == "cpu" or not asked.isdigit() or int(asked) > SMALL_BUFFERS:
         return backend
-    return replace(backend, run_ahead=RUN_AHEAD_SMALL, held=HELD_SMALL, chunks_help=True, overlaps=False)
+    return replace(backend, run_ahead=fitted.SMALL_RUN_AHEAD, held=fitted.SMALL_HELD, chunks_help=True, overlaps=False)
 
 
 # On an H200 these cost no time at 8,192 tokens and save 1 to 2 GiB; at 512 tokens, where the GPU waits for the next

@@ -23,21 +23,15 @@ from dataclasses import dataclass, field
 from itertools import starmap
 
 from segtrain.engine.segments import grouped, layer_cuts
+from segtrain.memory import fitted
 from segtrain.memory.backends import Backend
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
 from segtrain.memory.shapes import Attention, Layer, Model, Pass
 
-KEPT_RUN_AHEAD = 0.65  # of a segment whose products are kept, on any backend
 HELD_LAYERS = 4  # command buffers in flight are few, however long a segment
 FORWARD = 4  # chunks of the MLP in forward are so many times as long (`models.tokenwise`)
-TILES = 8  # of scores, at work at a time in block-wise attention
-LOGIT_BYTES = {4: 8, 2: 13}  # by bytes of the activations' dtype
-CAPPED_LOGIT_BYTES = {4: 16.5, 2: 15}  # the same where a soft-cap is differentiated too
-TIGHT_WORKSPACE = TIGHT_DENSE = 0.4  # of a layer's, where the device waits for memory: little runs at a time
-TIGHT_UNCOMPILED = 2.0  # temporaries there, of those of a compiled segment, where attention is fused
 HEAD_SLICE_BYTES = 128 << 20  # `models.dense.SLICE_BYTES`
-FULL_LOGIT_BYTES = {4: 22, 2: 28}  # in full backward, where autodiff goes through the softmax
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1, "muon": 1, "adafactor": 0}
 UPDATE_COPIES = (
     6  # of the adapter, while the optimiser runs: gradients, normalised, clipped; new moments and parameters
@@ -86,7 +80,7 @@ class Estimator:
         """The highest moment of one step on `row`."""
         moments = list(self._full(row, plan) if plan.backward == "full" else self._segmented(row, plan))
         for _, parts in moments:
-            workspace = self.backend.workspace * (TIGHT_WORKSPACE if plan.tight else 1.0)
+            workspace = self.backend.workspace * (fitted.TIGHT_WORKSPACE if plan.tight else 1.0)
             parts["layer"] = parts.get("layer", 0.0) + workspace
         moments.append(("optimizer", {"adapter": UPDATE_COPIES * sum(self.adapter)}))
         base = {"model": float(self.resident), "adapter": float(self.state)}
@@ -158,7 +152,7 @@ class Estimator:
         if self._is_fused(a, rows):
             return rows * b * (3 * a.queries + 2 * out + 2 * a.keys)
         seen = rows if a.window is None else min(rows, a.window)
-        tiles = TILES * min(self.backend.tile_bytes, 4 * a.heads * rows * seen)
+        tiles = fitted.TILES * min(self.backend.tile_bytes, 4 * a.heads * rows * seen)
         return rows * (4 * (2 * a.queries + out + 2 * a.keys) + b * (2 * a.queries + out)) + tiles
 
     def _is_fused(self, a: Attention, rows: int) -> bool:
@@ -172,12 +166,15 @@ class Estimator:
         if not (plan.dequantize and self.model.packed):
             return 0.0
         each = [sum(x.parameters for x in self.model.layers[i].linears if x.packed and not x.experts) for i in layers]
-        waiting = (1.0 - TIGHT_DENSE) * max(each) if plan.tight else 0.0
+        waiting = (1.0 - fitted.TIGHT_DENSE) * max(each) if plan.tight else 0.0
         return (sum(each) - waiting) * self.model.dtype_bytes
 
     @property
     def _logit_bytes(self) -> float:
-        return (CAPPED_LOGIT_BYTES if self.model.capped else LOGIT_BYTES)[self.model.dtype_bytes]
+        wide = self.model.dtype_bytes == 4
+        if self.model.capped:
+            return fitted.CAPPED_FLOAT32 if wide else fitted.CAPPED_HALF
+        return fitted.LOGIT_FLOAT32 if wide else fitted.LOGIT_HALF
 
     def _head(self, row: RowShape, plan: Plan) -> dict[str, float]:
         """One chunk of logits, and the gradients of all scored rows."""
@@ -255,9 +252,9 @@ class Estimator:
             self.backend.fused if plan.compiled else 1.0
         )
         if kept:
-            made *= min(1.0, KEPT_RUN_AHEAD / self.backend.run_ahead)
+            made *= min(1.0, fitted.KEPT_RUN_AHEAD / self.backend.run_ahead)
         if plan.tight and not plan.compiled and all(self._fused_attention(self.model.layers[i], rows) for i in segment):
-            made *= TIGHT_UNCOMPILED
+            made *= fitted.TIGHT_UNCOMPILED
         return self.boundary(rows) + held + made + self._dense(segment, plan) + self._done_with(segment, rows, plan)
 
     def _done_with(self, segment: range, rows: int, plan: Plan) -> float:
@@ -299,7 +296,7 @@ class Estimator:
         held = sum(self.residuals(i, rows, compiled=plan.compiled) for i in trained for rows in row.streams)
         edges = sum(self.boundary(rows) for rows in row.streams)
         made = max(self.temporaries(i, max(row.streams)) for i in trained)
-        logits = float(V * sum(map(sum, row.scored)) * FULL_LOGIT_BYTES[b])
+        logits = float(V * sum(map(sum, row.scored)) * (fitted.FULL_FLOAT32 if b == 4 else fitted.FULL_HALF))
         boundaries = 2 * edges + sum(self.constants(rows) for rows in row.streams)
         yield "step", {"boundaries": boundaries, "layer": held, "head": logits}
         yield "step", {"boundaries": boundaries, "layer": held + made, "adapter": float(sum(self.adapter))}
