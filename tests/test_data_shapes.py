@@ -358,6 +358,15 @@ def test_thoughts_as_context(name, thoughts, right):
     assert [run for one in found for run in runs(one.row)] == right  # type: ignore[arg-type]
 
 
+def test_a_thought_that_says_the_answer_is_context_all_the_same():
+    messages = [talk()[0], {"role": "assistant", "content": "42", "reasoning_content": "is it 42?"}]
+    (found,) = encoded(NAMED["thoughts kept everywhere"], messages, supervise_reasoning=False)
+    assert runs(found.row) == ["42<|im_end|>"]  # type: ignore[arg-type]
+    messages[1] = {**talk(tools=True)[1], "reasoning_content": "look"}
+    (found,) = encoded(NAMED["thoughts kept everywhere"], messages, supervise_reasoning=False)
+    assert runs(found.row) == ['<call>look {"at": "x"}</call><|im_end|>']  # type: ignore[arg-type]
+
+
 def test_a_thought_without_known_marks_as_context():
     shape = Shape(thought=("<|im_start|>deep\n", "\n<|end|>say "), thoughts="kept")
     found = encoded(shape, talk(thoughts=True), supervise_reasoning=False)

@@ -55,8 +55,8 @@ def without_thought(laid: Laid) -> Laid:
 def _after_thought(laid: Laid, target: Target) -> Target:
     text, message = laid.text[target.start : target.end], laid.view.messages[target.turn]
     thought, answer = thought_of(message)
-    limit = text.find(answer) if answer else len(text)
-    closed = [at + len(closer) for closer in CLOSERS if (at := text.rfind(closer, 0, max(limit, 0))) >= 0]
+    limit = text.rfind(answer) if answer in text else len(text)  # the thought may say the answer too
+    closed = [at + len(closer) for closer in CLOSERS if (at := text.rfind(closer, 0, limit)) >= 0]
     start = max(closed, default=0)
     if not start and thought:
         start = _by_difference(laid.view, target.turn, text)
