@@ -7,9 +7,9 @@
 
 Model directories have real shapes and random weights (`user_models.py`); LoRA has rank 8 and scale 20 on all linear
 layers. A line of the result file is one command's run: `seconds` an update (the median of the later half),
-`tokens_per_second` of the rows' own tokens (mean over the same updates), `peak_gib` (`mx.get_peak_memory` as each command
-reports it, in all), `first_seconds` of the first update, in which kernels compile, and for segtrain what its plan had
-predicted. mlx-lm's readings come through its own `--report-to wandb`, with a module of that name that writes lines.
+`tokens_per_second` of the rows' own tokens (mean over the same updates), `peak_gib` (`mx.get_peak_memory` as each
+command reports it, in all), `first_seconds` of the first update, in which kernels compile, and for segtrain what its
+plan had predicted. mlx-lm's readings come through its own `--report-to wandb`, with a module of that name that writes lines.
 """
 
 import argparse
@@ -153,7 +153,8 @@ def mlx_lm(given: dict[str, Any], batch: int, model: Path, data: Path, out: Path
     iterations = max(4, given.get("updates", UPDATES) * given["rows"] // batch)
     command = [sys.executable, "-m", "mlx_lm", "lora", "--model", str(model), "--train", "--data", str(data),
                "--iters", str(iterations), "--batch-size", str(batch), "--num-layers", "-1", "--steps-per-report", "1",
-               "--max-seq-length", str(given["most"]), "--adapter-path", str(out / "adapters"), "--report-to", "wandb"]  # fmt: skip
+               "--max-seq-length", str(given["most"]), "--adapter-path", str(out / "adapters"),
+               "--report-to", "wandb"]  # fmt: skip
     if given.get("checkpoint", True):
         command.append("--grad-checkpoint")
     environment = {"READINGS": str(out / "readings.jsonl"), "PYTHONPATH": prepended(out / "recorder")}
@@ -203,7 +204,8 @@ def run_case(name: str, given: dict[str, Any], folder: Path) -> Iterator[dict[st
             yield about | {"system": "segtrain", "setting": setting} | segtrain(given, keys, model, data, Path(out))
     for batch in given["mlx_lm"]:
         with tempfile.TemporaryDirectory(dir=folder) as out:
-            yield about | {"system": "mlx-lm", "setting": f"batch {batch}"} | mlx_lm(given, batch, model, data, Path(out))
+            found = mlx_lm(given, batch, model, data, Path(out))
+        yield about | {"system": "mlx-lm", "setting": f"batch {batch}"} | found
 
 
 def machine() -> dict[str, Any]:
@@ -251,8 +253,9 @@ def table(path: Path) -> str:
             rows.append(f"| {name} | {system} | {setting} | {line['ended'][:60]} | | | | |")
             continue
         predicted = line.get("plan", {}).get("peak_gib")
-        cells = [name, system, setting, f"{line['seconds']:.3f}", f"{line['tokens_per_second']:,}",
-                 f"{line['peak_gib']:.2f}", "" if predicted is None else f"{predicted:.2f}", f"{line['first_seconds']:.0f}"]  # fmt: skip
+        cells = [name, system, setting, f"{line['seconds']:.3f}", f"{line['tokens_per_second']:,}"]
+        cells += [f"{line['peak_gib']:.2f}", "" if predicted is None else f"{predicted:.2f}"]
+        cells.append(f"{line['first_seconds']:.0f}")
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 

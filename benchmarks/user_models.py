@@ -3,8 +3,8 @@
     python benchmarks/user_models.py llama-8b DIR [--bits 4]
 
 A directory holds what a downloaded model holds: `config.json`, `model*.safetensors` and a tokenizer. Weights are
-normal with deviation 0.02 (ones for norms), in bfloat16; `--bits` quantises as `mlx_lm.convert -q` does. Fewer layers than the
-model that a shape is named after are said in its name.
+normal with deviation 0.02 (ones for norms), in bfloat16; `--bits` quantises as `mlx_lm.convert -q` does. A shape with
+fewer layers than the model that it is named after says so.
 """
 
 import argparse
