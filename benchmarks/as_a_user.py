@@ -9,7 +9,8 @@ Model directories have real shapes and random weights (`user_models.py`); LoRA h
 layers. A line of the result file is one command's run: `seconds` an update (the median of the later half),
 `tokens_per_second` of the rows' own tokens (mean over the same updates), `peak_gib` (`mx.get_peak_memory` as each
 command reports it, in all), `first_seconds` of the first update, in which kernels compile, and for segtrain what its
-plan had predicted. mlx-lm's readings come through its own `--report-to wandb`, with a module of that name that writes lines.
+plan had predicted. mlx-lm's readings come through its own `--report-to wandb`, with a module of that name that writes
+lines.
 """
 
 import argparse
