@@ -5,26 +5,25 @@
   as masks;
 - `blocks`: a block loop with its own backward (`attention/blocks.py`), everywhere.
 
-`BACKENDS` says what each backend can do, `choose` follows from it.
+`kernels` says what each backend can do, `choose` follows from it.
 
 Shapes: q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv].
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import mlx.core as mx
 
 from segtrain.attention.band import band, padded_rows
 from segtrain.attention.blocks import Blocks
+from segtrain.attention.kernels import KERNELS, Kind, form
 from segtrain.attention.reference import reference, visibility
 from segtrain.attention.turns import Turns, cut, in_order
 
 __all__ = ["BACKENDS", "Backend", "Call", "Kind", "align", "attend", "backend", "choose", "follow", "reference"]
 __all__ += ["steered", "unmasked", "visibility"]
-
-Kind: TypeAlias = Literal["fused", "band", "blocks"]
 
 # Taken before anyone replaces it (`models/stream_ops.py` does, for the length of a step).
 _sdpa = mx.fast.scaled_dot_product_attention
@@ -67,29 +66,19 @@ class Backend:
 
 _HALF = (mx.float16, mx.bfloat16)
 
+
+def _row(name: str, **sizes: Any) -> Backend:
+    """The shared table's entry with what only computing needs."""
+    shared = {**KERNELS[name], "dtypes": tuple(getattr(mx, dtype) for dtype in KERNELS[name]["dtypes"])}
+    return Backend(name, **shared, **sizes)
+
+
 BACKENDS = {
-    "cuda": Backend(
-        "cuda",
-        head_dims=frozenset(range(8, 129, 8)),
-        dtypes=_HALF,
-        query_multiple=128,
-        array_mask=True,
-        unequal_dims=True,
-        fused_elements=1 << 28,  # 2^29 (32 heads, 131,072 keys, dim 128): cuDNN's backward asks for all memory there is
-        tile_bytes=64 << 20,
-    ),
-    "metal": Backend(
-        "metal",
-        head_dims=frozenset({64, 72, 80, 96, 128, 192, 256}),
-        dtypes=(*_HALF, mx.float32),
-        query_multiple=32,
-        fused_rows=2048,
-        fused_elements=1 << 27,  # 2,048 rows of 32 heads and dim 128 against 32,768 keys: a backward of 2.7 TFLOP
-        differentiated=True,
-        widens_values=True,  # latent attention: 192 and 128
-        tile_bytes=64 << 20,
-    ),
-    "cpu": Backend("cpu", tile_bytes=1 << 20, power=True),
+    # 2^29 (32 heads, 131,072 keys, dim 128): cuDNN's backward asks for all memory there is
+    "cuda": _row("cuda", fused_elements=1 << 28),
+    # 2,048 rows of 32 heads and dim 128 against 32,768 keys: a backward of 2.7 TFLOP
+    "metal": _row("metal", fused_rows=2048, fused_elements=1 << 27, differentiated=True),
+    "cpu": _row("cpu", power=True),
 }
 
 
@@ -151,17 +140,7 @@ def align(rows: Backend | None = None) -> int:
 
 def choose(rows: Backend, call: Call) -> Kind:
     """The fastest kind whose memory is bounded on this backend. Pure."""
-    fused = (
-        call.softcap is None
-        and call.dim in rows.head_dims
-        and call.value_dim in rows.head_dims
-        and call.dtype in rows.dtypes
-        and (rows.unequal_dims or call.dim == call.value_dim or (rows.widens_values and call.value_dim < call.dim))
-        and not call.sinks
-    )
-    if fused and not call.windowed:
-        return "fused"
-    return "band" if fused and rows.array_mask else "blocks"
+    return form(rows, call, dtype=call.dtype in rows.dtypes, windowed=call.windowed)
 
 
 @dataclass(frozen=True)

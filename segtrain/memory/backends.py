@@ -1,6 +1,6 @@
 """What the estimate must know of a backend, as data. Pure.
 
-The attention part mirrors `segtrain.attention.dispatch` (a test compares). The allocator's and scheduler's constants
+The attention part is `segtrain.attention.kernels`, by which attention is computed too. The allocator's and scheduler's constants
 were fitted to measured peaks: `benchmarks/plan_accuracy.py` on CPU, an H200 for CUDA. Metal's row was not measured on a
 Mac: its command buffers end after 2^20 elements of distinct inputs times 40 (50 on the largest chips), which with long
 rows is one or two operations, so it has the constants of CUDA's small buffers; the scratch of its fused attention is
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Literal, TypeAlias
 
+from segtrain.attention.kernels import HALF, KERNELS, Kind, form
 from segtrain.memory import fitted
 from segtrain.memory.shapes import Attention
 
-Kind: TypeAlias = Literal["fused", "band", "blocks"]
 Name: TypeAlias = Literal["cpu", "cuda", "metal"]
 
 
@@ -48,7 +48,7 @@ class Backend:
     unpacking: float = 0.0
     compiles: bool = False
     head_dims: frozenset[int] = frozenset()
-    float32_fused: bool = False
+    dtypes: tuple[str, ...] = ()
     query_multiple: int = 1
     array_mask: bool = False
     unequal_dims: bool = False
@@ -57,18 +57,9 @@ class Backend:
 
     def attention_kind(self, attention: Attention, length: int, dtype_bytes: int) -> Kind:
         """How `segtrain.attention.dispatch.choose` computes a call of `length` rows over as many keys."""
-        fused = (
-            not attention.softcap
-            and {attention.dim, attention.value_dim} <= self.head_dims
-            and (dtype_bytes == 2 or self.float32_fused)
-            and (self.unequal_dims or self.widens_values or attention.dim == attention.value_dim)
-            and (attention.value_dim <= attention.dim or self.unequal_dims)
-            and not attention.sinks
-        )
+        fits = "float32" in self.dtypes if dtype_bytes == 4 else bool({*HALF} & {*self.dtypes})
         windowed = attention.window is not None and attention.window < length
-        if fused and not windowed:
-            return "fused"
-        return "band" if fused and self.array_mask else "blocks"
+        return form(self, attention, dtype=fits, windowed=windowed)
 
 
 SMALL_BUFFERS = 10  # operations a command buffer: with so few, little is held that is done with
@@ -83,7 +74,7 @@ def table() -> dict[Name, Backend]:
             fused=fitted.CPU_FUSED,
             overlaps=False,
             unpacking=fitted.CPU_UNPACKING,
-            tile_bytes=1 << 20,
+            **KERNELS["cpu"],
         ),
         "cuda": Backend(
             "cuda",
@@ -92,24 +83,16 @@ def table() -> dict[Name, Backend]:
             chunks_help=False,
             workspace=round(fitted.CUDA_WORKSPACE * 2**20),
             compiles=True,
-            head_dims=frozenset(range(8, 129, 8)),
-            query_multiple=128,
-            array_mask=True,
-            unequal_dims=True,
-            tile_bytes=64 << 20,
+            **KERNELS["cuda"],
         ),
         "metal": Backend(
             "metal",
-            fuses=True,
             run_ahead=fitted.SMALL_RUN_AHEAD,
+            fuses=True,
             held=fitted.SMALL_HELD,
             overlaps=False,
             scratch=3 * 1024**2,
-            head_dims=frozenset({64, 72, 80, 96, 128, 192, 256}),
-            float32_fused=True,
-            query_multiple=32,
-            widens_values=True,
-            tile_bytes=64 << 20,
+            **KERNELS["metal"],
         ),
     }
 

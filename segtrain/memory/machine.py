@@ -103,9 +103,7 @@ def steered(backend: Backend) -> Backend:
         case "blocks":
             return replace(backend, head_dims=frozenset())
         case "fused" if isinstance(dim := choices.get("attention_dim"), int) and not backend.head_dims:
-            return replace(
-                backend, head_dims=frozenset({dim}), float32_fused=choices.get("attention_dtype") == "float32"
-            )
+            return replace(backend, head_dims=frozenset({dim}), dtypes=(str(choices.get("attention_dtype")),))
     return backend
 
 
