@@ -1,7 +1,7 @@
 """What the estimate must know of a backend, as data. Pure.
 
-The attention part is `segtrain.attention.kernels`, by which attention is computed too. The allocator's and scheduler's constants
-were fitted to measured peaks: `benchmarks/plan_accuracy.py` on CPU, an H200 for CUDA. Metal's row was not measured on a
+The attention part is `segtrain.attention.kernels`, by which attention is computed too. The allocator's and scheduler's
+constants were fitted to measured peaks (`fitted`): on CPU, and on an H200 for CUDA. Metal's row was not measured on a
 Mac: its command buffers end after 2^20 elements of distinct inputs times 40 (50 on the largest chips), which with long
 rows is one or two operations, so it has the constants of CUDA's small buffers; the scratch of its fused attention is
 read from the binary.
