@@ -238,3 +238,10 @@ def test_check_and_training_have_one_renderer(tmp_path, chat):
     ours = results(row, load_tokenizer(str(tmp_path)))
     assert ours == results(row, load(tmp_path, eos_token_ids=ids))
     assert ours
+
+
+def test_offsets_change_no_token():
+    slow, fast = Codec(CHAT), Codec(CHAT)
+    fast.leave_offsets()
+    for text_ in (CALLED, "é漢🙂 \n\n x", "<|im_end|><think>the the", ""):
+        assert fast.ids(text_) == slow.ids(text_)

@@ -124,6 +124,7 @@ def _start(pickled: bytes) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _pipeline = pickle.loads(pickled)
+    _pipeline.encoder.codec.leave_offsets()
 
 
 def _end_with_parent() -> None:

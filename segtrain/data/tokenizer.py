@@ -91,6 +91,7 @@ class Codec:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.given, self.tokenizer = tokenizer, bare(tokenizer)
         self._known: dict[str, list[int]] = {}
+        self._fast = False
         tokenizer = self.tokenizer
         _silence_length_warning(tokenizer)
 
@@ -104,7 +105,14 @@ class Codec:
                 self._known[text] = found
         return found.copy()
 
+    def leave_offsets(self) -> None:
+        """Tokenise without working out offsets, a fifth faster: for a process that has tokenizers' threads off, which
+        would else warn at each fork."""
+        self._fast = hasattr(self._backend, "encode_batch_fast")
+
     def _ids(self, text: str) -> list[int]:
+        if self._fast:
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         if self._backend is not None:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         return self._slow_ids(text)
