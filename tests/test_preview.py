@@ -10,8 +10,9 @@ import pytest
 from segtrain import cli
 from segtrain.errors import UserError
 from segtrain.memory import anatomy, choices, source
-from segtrain.memory.backends import BACKENDS
+from segtrain.memory.backends import BACKENDS, here
 from segtrain.memory.choose import sparing
+from segtrain.memory.corrections import Corrections, keep
 from segtrain.memory.device import metal_recommended
 from segtrain.recipe.schema import Recipe
 from segtrain.run.preview import preview
@@ -116,6 +117,26 @@ def test_another_machine_is_planned_for(model: Path, device: str, words: str, gi
     assert words in found.planned_for
     assert found.budget_gib * 2**30 / 1e9 == pytest.approx(gigabytes, rel=0.001)
     assert "told otherwise" in preview(None, model=str(model), seq=256, budget="9GB", device=device).planned_for
+
+
+def test_what_runs_measured_here_is_shown_beside_the_estimate(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain = preview(None, model=str(model), seq=4096, budget="2GB")
+    backend = here().name
+    learnt = Corrections({"segmented": 1.2, "full": 1.2}, 0, {"segmented": 1e-9, "full": 2e-9})
+    keep(anatomy.of_config(CONFIG, backend), backend, learnt)
+    found = preview(None, model=str(model), seq=4096, budget="2GB")
+    (before,) = [x for x in plain.options if x["backward"] == "full"]
+    (after,) = [x for x in found.options if x["backward"] == "full"]
+    assert after["estimated_gib"] == before["peak_gib"]
+    fixed = before["phases"]["model"]
+    assert 1.15 < (after["peak_gib"] - fixed) / (before["peak_gib"] - fixed) <= 1.2
+    assert after["seconds"] > 0
+    assert "seconds" not in before
+    elsewhere = preview(None, model=str(model), seq=4096, device="h200")
+    assert not any("seconds" in x for x in elsewhere.options)
 
 
 def test_a_device_that_is_not_known_is_refused(model: Path) -> None:
