@@ -168,7 +168,12 @@ def test_half_the_memory_is_worth_a_few_per_cent_of_time() -> None:
     ],
 )
 def test_the_rule_of_sparing(options: list[tuple[float, int]], chosen: tuple[float, int] | None) -> None:
-    assert sparing(options, lambda x: x[0], lambda x: x[1]) == chosen
+    assert sparing(options, 100, lambda x: x[0], lambda x: x[1]) == chosen
+
+
+def test_a_plan_that_leaves_three_quarters_of_the_budget_is_not_spared() -> None:
+    options = [(1.0, 90), (1.07, 60)]
+    assert sparing(options, 400, lambda x: x[0], lambda x: x[1]) == (1.0, 90)
 
 
 def _eight_billion() -> tuple[Estimator, Timer]:

@@ -21,7 +21,7 @@ from segtrain.attention import dispatch
 from segtrain.engine import layouts
 from segtrain.errors import UserError
 from segtrain.lora import layers
-from segtrain.memory import backends, estimate, rows, shapes
+from segtrain.memory import backends, estimate, fitted, rows, shapes
 from segtrain.memory.backends import BACKENDS
 from segtrain.memory.estimate import Estimator
 from segtrain.memory.meter import frozen_bytes
@@ -149,6 +149,13 @@ def test_a_larger_segment_costs_what_its_layers_compute() -> None:
     estimator, T = Estimator(shapes_of(LLAMA), CPU), 100
     one, two = (estimator.peak(rows.sft(T), Plan("segmented", segment_size=n, head_chunk=1)).bytes for n in (1, 2))
     assert two - one > T * 4 * (4 * 192 - 64)
+
+
+def test_full_backward_holds_all_logits_and_those_that_are_scored() -> None:
+    """Where some rows are scored, both: of all rows in the activations' dtype, and what the scored ones take."""
+    estimator, T, V = Estimator(shapes_of({**LLAMA, "vocab_size": 50000}), CPU), 100, 50000
+    every, half = (estimator.peak(rows.RowShape((T,), ((n,),)), Plan("full")).bytes for n in (T, T // 2))
+    assert every - half == pytest.approx(V * T / 2 * fitted.FULL_FLOAT32 - V * T * 4)
 
 
 def test_parts_add_up_and_the_adapter_holds_adam_s_moments() -> None:

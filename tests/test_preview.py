@@ -49,7 +49,9 @@ def test_options_for_every_segment_size(model: Path) -> None:
     assert found.fits
     assert found.recommended in found.options
     fitting = [x for x in found.options if x["fits"]]
-    assert found.recommended == sparing(fitting, lambda x: x["relative_time"], lambda x: x["peak_gib"])
+    assert found.recommended == sparing(
+        fitting, found.budget_gib, lambda x: x["relative_time"], lambda x: x["peak_gib"]
+    )
     for option in found.options:
         assert sum(option["phases"].values()) == pytest.approx(option["peak_gib"], abs=2e-3)
         assert option["fits"] == (option["peak_gib"] <= found.budget_gib)

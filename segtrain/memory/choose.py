@@ -59,15 +59,16 @@ class Option:
         return round(sum(self.parts.values()))
 
 
-def sparing(options: Sequence[T], time: Callable[[T], float], peak: Callable[[T], float]) -> T | None:
+def sparing(options: Sequence[T], budget: float, time: Callable[[T], float], peak: Callable[[T], float]) -> T | None:
     """The fastest option, or one that costs at most `DEARER` more time and takes at most `SMALLER` of its memory.
 
-    What else runs on the machine can use the memory that a plan leaves. Times that differ by less than the time model
+    What else runs on the machine can use the memory that a plan leaves; so it is only done where the fastest takes more
+    than a quarter of the budget. Times that differ by less than the time model
     can tell are equal: then less memory wins.
     """
     best = min(options, key=lambda x: (round(time(x), 2), peak(x)), default=None)
-    if best is None:
-        return None
+    if best is None or peak(best) <= budget / 4:
+        return best
     near = [x for x in options if time(x) <= DEARER * time(best) and peak(x) <= SMALLER * peak(best)]
     return min(near, key=lambda x: (round(time(x), 2), peak(x)), default=best)
 
@@ -108,7 +109,7 @@ class Chooser:
     def fastest(self, row: RowShape, budget: int, *, sizes: Sequence[int] | None = None) -> Option | None:
         """The fastest candidate for `row` whose peak is within `budget`; None: there is none."""
         fitting = [x for x in (self.option(row, plan) for plan in self.plans(row, sizes)) if x.peak <= budget]
-        return sparing(fitting, lambda x: x.relative_time, lambda x: x.peak)
+        return sparing(fitting, budget, lambda x: x.relative_time, lambda x: x.peak)
 
     def leanest(self, row: RowShape, *, sizes: Sequence[int] | None = None) -> Option:
         """The candidate with the lowest peak."""

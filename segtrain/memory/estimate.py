@@ -297,6 +297,8 @@ class Estimator:
         edges = sum(self.boundary(rows) for rows in row.streams)
         made = max(self.temporaries(i, max(row.streams)) for i in trained)
         logits = float(V * sum(map(sum, row.scored)) * (fitted.FULL_FLOAT32 if b == 4 else fitted.FULL_HALF))
+        # Of a stream that isn't scored row by row, the scored rows' logits are picked from those of all rows.
+        logits += sum(V * b * rows for rows, spans in zip(row.streams, row.scored, strict=True) if spans != (rows,))
         boundaries = 2 * edges + sum(self.constants(rows) for rows in row.streams)
         yield "step", {"boundaries": boundaries, "layer": held, "head": logits}
         yield "step", {"boundaries": boundaries, "layer": held + made, "adapter": float(sum(self.adapter))}

@@ -124,7 +124,7 @@ class _Case:
         if fastest and fastest.plan.keep:
             options.append(self._as_json(fastest, longest(self._fits(fastest.plan.segment_size), limit)))
         fitting = [option for option in options if option["fits"]]
-        best = sparing(fitting, lambda x: x["relative_time"], lambda x: x["peak_gib"])
+        best = sparing(fitting, self.budget / GIB, lambda x: x["relative_time"], lambda x: x["peak_gib"])
         notes = [self.lengths.note] if self.lengths.note else []
         return Preview(
             name,
@@ -153,7 +153,7 @@ class _Case:
     def _option(self, row: RowShape, size: int, limit: int) -> dict[str, Any]:
         plain = [self.chooser.option(row, plan) for plan in self.chooser.plans(row, (size,)) if plan.keep == self._keep]
         fitting = [option for option in plain if option.peak <= self.budget]
-        chosen = sparing(fitting, lambda x: x.relative_time, lambda x: x.peak)
+        chosen = sparing(fitting, self.budget, lambda x: x.relative_time, lambda x: x.peak)
         chosen = chosen or self.chooser.leanest(row, sizes=(size,))
         return self._as_json(chosen, longest(self._fits(size), limit))
 
