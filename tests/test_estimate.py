@@ -88,6 +88,14 @@ def test_every_family_is_read(name: str) -> None:
     assert all(layer.whole.residual.at(100) > 0 and layer.whole.made.at(100) > 0 for layer in model.layers)
 
 
+def test_scores_of_a_whole_row_grow_with_its_square_and_nothing_else_does() -> None:
+    """Also where the model's own sizes are round numbers."""
+    plain = shapes_of({**LLAMA, "hidden_size": 256, "intermediate_size": 256, "vocab_size": 256})
+    assert {layer.whole.made.pairs for layer in plain.layers} == {0.0}
+    dense = shapes_of(tiny_configs.CONFIGS["llama4"])
+    assert any(layer.whole.residual.pairs > 0 for layer in dense.layers)
+
+
 def test_an_adapter_of_some_layers_is_read() -> None:
     model = shapes_of(LLAMA, rank=4, targets=["q_proj"], layers=[2, 4])
     assert model.lowest == 2

@@ -32,7 +32,7 @@ from segtrain.models.stack import LayerStack, Tape
 from segtrain.models.tokenwise import tokenwise_modules
 
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "model_max_length", "max_seq_len")
-LENGTHS = (64, 128, 256)
+LENGTHS = (65, 129, 257)  # numbers that no model's own sizes are
 UNKNOWN = 2
 LINEAR = (*lora_layers.LINEAR, *EXPERTS)
 
