@@ -355,3 +355,13 @@ def test_an_accepted_run_goes_on_where_the_corrected_estimate_no_longer_fits() -
     assert mine.fitting(1900) < longest
     mine.backward(tiny.row(longest - 200))
     assert any("may need" in notice.text for notice in mine.notices)
+
+
+@pytest.mark.usefixtures("loud")
+def test_rows_that_were_only_evaluated_teach_nothing() -> None:
+    mine = planner(backward="segmented")
+    mine.backward(tiny.row(900))
+    mine.skip()
+    told = list(mine.after_step(2, Peaks(1.0)))
+    assert not told
+    assert mine.corrections == Corrections()

@@ -177,6 +177,11 @@ class Planner:
             waiting = min(WAITING_BYTES, WAITING_SHARE * above) if plan.tight else 0
             set_limits(round(fixed + above - waiting), max(above, CACHE_BYTES))
 
+    def skip(self) -> None:
+        """Forget the rows since the last step: they were evaluated only."""
+        self.watch = Watch(longest=self.watch.longest)
+        self._clock.costs = {}
+
     def after_step(self, step: int, meter: Reads) -> Iterator[Event]:
         memory, highest = meter.memory(), self.watch.highest
         self.watch.highest = None

@@ -28,7 +28,7 @@ from segtrain.run.environment import compiles_kernels
 from segtrain.run.guards import Growth, check_update
 from segtrain.run.keeper import Keeper
 from segtrain.run.optimizer import Optimizer
-from segtrain.run.planning import Planner, Watch
+from segtrain.run.planning import Planner
 from segtrain.run.sampling import generate
 from segtrain.run.session import Session, open_session, summary
 from segtrain.run.state import RunState
@@ -264,7 +264,7 @@ class _Loop:
             yield from self._samples()
             return True
         event = self.validation(self.state, self._stop_requested)
-        self.planner.watch = Watch(longest=self.planner.watch.longest)  # these rows had no backward to predict
+        self.planner.skip()  # these rows had no backward to predict
         if event is None:
             return False
         yield event
