@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from segtrain.events import Event
     from segtrain.recipe.schema import Recipe
 
-TRAINING = ("sft", "orpo")
 DONE, FAILED, MISUSED = 0, 1, 2
 FIRST_RUN = "no recipe given; `segtrain init` writes one to start from, then: segtrain {command} recipe.yaml"
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, whether typer ships its own copy or not
@@ -33,6 +32,11 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, whether 
 class Loss(StrEnum):
     sft = "sft"
     orpo = "orpo"
+    simpo = "simpo"
+    cpo = "cpo"
+
+
+TRAINING = tuple(Loss)
 
 
 class AdapterFormat(StrEnum):
@@ -112,46 +116,57 @@ def root(context: typer.Context, debug: Debug = False, version: Version = False)
     return DONE
 
 
-@app.command(
-    epilog="\b\nExamples:\n  segtrain sft recipe.yaml\n  segtrain sft recipe.yaml --resume\n"
-    "  segtrain sft recipe.yaml --set train.steps=50"
+def _training_command(name: str, text: str, *examples: str) -> None:
+    """Add the command that trains with the loss `name`; `text` is its help, with a short sentence first."""
+
+    def command(
+        recipe: RecipeFile = None,
+        set_: Set = None,
+        resume: Resume = False,
+        dry_run: DryRun = False,
+        overwrite: Overwrite = False,
+        force: Force = False,
+        debug: Debug = False,
+    ) -> int:
+        flags = {"resume": resume, "dry_run": dry_run, "overwrite": overwrite, "force": force}
+        return _train(name, _load(recipe, set_, name), **flags)
+
+    lines = "".join(f"\n  segtrain {example}" for example in examples)
+    app.command(name=name, help=text, epilog=f"\b\nExamples:{lines}")(command)
+
+
+_training_command(
+    "sft",
+    "Supervised fine-tuning on chats, completions or texts.\n\nThe adapter goes to output.dir and loads in mlx_lm "
+    "(generate, fuse, server) as it is. Ctrl-C saves a checkpoint before it ends the run.",
+    "sft recipe.yaml",
+    "sft recipe.yaml --resume",
+    "sft recipe.yaml --set train.steps=50",
 )
-def sft(
-    recipe: RecipeFile = None,
-    set_: Set = None,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    overwrite: Overwrite = False,
-    force: Force = False,
-    debug: Debug = False,
-) -> int:
-    """Supervised fine-tuning on chats, completions or texts.
-
-    The adapter goes to output.dir and loads in mlx_lm (generate, fuse, server) as it is. Ctrl-C saves a checkpoint
-    before it ends the run.
-    """
-    return _train("sft", _load(recipe, set_, "sft"), resume=resume, dry_run=dry_run, overwrite=overwrite, force=force)
-
-
-@app.command(
-    epilog="\b\nExamples:\n  segtrain init --loss orpo\n  segtrain orpo recipe.yaml\n"
-    "  segtrain orpo recipe.yaml --set orpo.beta=0.2"
+_training_command(
+    "orpo",
+    "Preference fine-tuning (ORPO) on chosen and rejected.\n\nLearns to prefer the chosen answer, without a reference "
+    "model. The prompt that both answers share is computed once (engine.prefix_sharing).",
+    "init --loss orpo",
+    "orpo recipe.yaml",
+    "orpo recipe.yaml --set orpo.beta=0.2",
 )
-def orpo(
-    recipe: RecipeFile = None,
-    set_: Set = None,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    overwrite: Overwrite = False,
-    force: Force = False,
-    debug: Debug = False,
-) -> int:
-    """Preference fine-tuning (ORPO) on chosen and rejected.
-
-    Learns to prefer the chosen answer, without a reference model. The prompt that both answers share is computed once
-    (engine.prefix_sharing).
-    """
-    return _train("orpo", _load(recipe, set_, "orpo"), resume=resume, dry_run=dry_run, overwrite=overwrite, force=force)
+_training_command(
+    "simpo",
+    "Preference fine-tuning by mean log-probs (SimPO).\n\nThe chosen answer is to be likelier per token than the "
+    "rejected one, by a margin (simpo.gamma). No reference model.",
+    "init --loss simpo",
+    "simpo recipe.yaml",
+    "simpo recipe.yaml --set simpo.gamma=1.0",
+)
+_training_command(
+    "cpo",
+    "Preference fine-tuning by log-probs and likelihood (CPO).\n\nThe chosen answer is to be likelier than the "
+    "rejected one, and is imitated as well (cpo.alpha). No reference model.",
+    "init --loss cpo",
+    "cpo recipe.yaml",
+    "cpo recipe.yaml --set cpo.alpha=0.5",
+)
 
 
 @app.command(
@@ -294,7 +309,7 @@ def report(run: RunDir, debug: Debug = False) -> int:
 @app.command(epilog="\b\nExamples:\n  segtrain init\n  segtrain init --loss orpo --out configs/preferences.yaml")
 def init(
     loss: Annotated[
-        Loss, typer.Option(help="sft: examples to follow; orpo: pairs of better and worse answers.")
+        Loss, typer.Option(help="sft: examples to follow; the others: pairs of better and worse answers.")
     ] = Loss.sft,
     out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("recipe.yaml"),
     overwrite: Overwrite = False,
@@ -466,7 +481,7 @@ def _require_command(recipe: "Recipe", path: Path, command: str) -> None:
     """Raises UserError where the recipe names a loss (`training_mode`) that the command doesn't train."""
     asked = recipe.asked_loss
     if asked is not None and asked not in TRAINING:
-        raise UserError(f"{path}: training_mode: {asked} isn't available; segtrain has {' and '.join(TRAINING)}")
+        raise UserError(f"{path}: training_mode: {asked} isn't available; segtrain has {', '.join(TRAINING)}")
     if asked is not None and command in TRAINING and command != asked:
         raise UserError(f"{path}: training_mode: {asked} is trained by `segtrain {asked} {path}`")
 

@@ -19,7 +19,20 @@ from segtrain.events import Evaluated, Event, Notice, RunEnded, RunStarted
 from segtrain.terminal.counter import CLEAR, counter
 
 RECIPE = "model: m\ndata: {train: a.jsonl}\noutput: {dir: run, report_every: 7}\n"
-COMMANDS = ["sft", "orpo", "plan-segments", "check", "verify-grads", "export", "report", "init", "models", "bench"]
+COMMANDS = [
+    "sft",
+    "orpo",
+    "simpo",
+    "cpo",
+    "plan-segments",
+    "check",
+    "verify-grads",
+    "export",
+    "report",
+    "init",
+    "models",
+    "bench",
+]
 COMMANDS += ["doctor"]
 
 Install = Callable[..., None]
@@ -104,9 +117,10 @@ def test_training_passes_recipe_and_flags_on(workplace: Path, trainer: SimpleNam
     assert flags == {"resume": True, "dry_run": False, "overwrite": False, "force": True}
     assert trainer.shown == [Notice("hello"), ended("done")]
     assert trainer.every == 7
-    assert cli.run(["orpo", "r.yaml", "--dry-run", "--overwrite"]) == 0
-    _, loss, flags = FakeTrainer.made
-    assert (loss, flags["dry_run"], flags["overwrite"], flags["resume"]) == ("orpo", True, True, False)
+    for name in cli.TRAINING:
+        assert cli.run([name, "r.yaml", "--dry-run", "--overwrite"]) == 0
+        _, loss, flags = FakeTrainer.made
+        assert (loss, flags["dry_run"], flags["overwrite"], flags["resume"]) == (name, True, True, False)
 
 
 def test_only_rank_0_shows_and_logs(workplace: Path, trainer: SimpleNamespace) -> None:
@@ -197,7 +211,7 @@ def test_debug_shows_the_traceback(
         ("export run --out d --format gguf", "'gguf' is not one of 'peft', 'mlx'"),
         ("export", "Missing argument 'RUN'"),
         ("report nowhere", "is no run directory"),
-        ("init --loss dpo", "'dpo' is not one of 'sft', 'orpo'"),
+        ("init --loss kto", "'kto' is not one of 'sft', 'orpo', 'simpo', 'cpo'"),
         ("init --out r.yaml", "r.yaml exists; give another --out, or --overwrite"),
     ],
 )
@@ -219,7 +233,7 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Example" in out
     assert max(map(len, out.splitlines())) <= 100
     assert "--debug" in out
-    assert ("--set" in out) == (command in {"sft", "orpo", "doctor", "plan-segments", "check", "verify-grads"})
+    assert ("--set" in out) == (command in {*cli.TRAINING, "doctor", "plan-segments", "check", "verify-grads"})
 
 
 @pytest.mark.parametrize("width", [60, 80])

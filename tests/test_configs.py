@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from segtrain.engine.objectives import OBJECTIVES, of_recipe
 from segtrain.memory import anatomy, choices
 from segtrain.memory.device import device
 from segtrain.recipe.scaffold import recipe_text, write_recipe
@@ -15,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
-def test_the_five_recipes_are_there() -> None:
-    assert [path.stem for path in CONFIGS] == ["demo", "long-context-24gb", "mlx-lm-style", "orpo", "sft"]
+def test_the_recipes_are_there() -> None:
+    assert {path.stem for path in CONFIGS} == {"demo", "long-context-24gb", "mlx-lm-style", *OBJECTIVES}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -56,21 +57,22 @@ def test_mlx_lm_style_has_only_keys_that_mlx_lm_knows() -> None:
     assert keys.keys() <= lora.CONFIG_DEFAULTS.keys()
 
 
-@pytest.mark.parametrize("loss", ["sft", "orpo"])
+@pytest.mark.parametrize("loss", OBJECTIVES)
 def test_init_writes_a_recipe_of_defaults_with_explanations(loss: str, tmp_path: Path) -> None:
     """Loads as it is; and each key that it shows with a default value shows the real default."""
     path = tmp_path / "recipe.yaml"
-    write_recipe(path, loss)  # type: ignore[arg-type]
+    write_recipe(path, loss)
     recipe = load_recipe(path)
     shown = yaml.safe_load(path.read_text(encoding="utf-8"))
     default = Recipe.from_mapping({"model": "m", "data": {"train": "a"}}).dump()
     chosen = {"train": {"epochs", "learning_rate", "warmup_ratio", "grad_accumulation_steps"}, "output": {"dir"}}
     chosen["data"] = {"train", "format"}
-    for section in ("data", "lora", "engine", "orpo", "train", "output"):
+    for section in ("data", "lora", "engine", *OBJECTIVES, "train", "output"):
         for key in shown.get(section, {}).keys() - chosen.get(section, set()):
             assert recipe.dump()[section][key] == default[section][key], f"{section}.{key}"
-    assert f"segtrain {loss} {path}" in recipe_text(loss, path)  # type: ignore[arg-type]
-    assert (recipe.data.format == "preference") == (loss == "orpo")
+    assert f"segtrain {loss} {path}" in recipe_text(loss, path)
+    assert (recipe.data.format == "preference") == of_recipe(loss).pairs
+    assert set(shown) & set(OBJECTIVES) == ({loss} if loss != "sft" else set())
 
 
 def test_commented_out_keys_load_too(tmp_path: Path) -> None:

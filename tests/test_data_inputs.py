@@ -393,7 +393,7 @@ def test_rows_must_suit_the_loss():
         opened("pair.jsonl")
     assert [learnt(row) for row in rows(opened("pair.jsonl", columns={"completion": "chosen"}))] == ["yes" + END]
     with pytest.raises(
-        UserError, match=r"crlf.jsonl:1: ORPO needs the fields chosen and rejected, but this is a text row"
+        UserError, match=r"crlf.jsonl:1: pairs need the fields chosen and rejected, but this is a text row"
     ):
         opened("crlf.jsonl", "orpo")
 

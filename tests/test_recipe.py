@@ -5,13 +5,14 @@ import math
 import string
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from segtrain.engine.objectives import OBJECTIVES
 from segtrain.errors import UserError
 from segtrain.recipe import mlx_lm_keys, yaml_file
 from segtrain.recipe.scaffold import write_recipe
@@ -488,8 +489,8 @@ def test_of_two_alternatives_set_the_last_wins(tmp_path: Path) -> None:
     assert load(tmp_path, MINIMAL + "train: {steps: 5}", "train.epochs=null").train.steps == 5
 
 
-@pytest.mark.parametrize("loss", ["sft", "orpo"])
-def test_the_documented_change_works_on_the_recipe_of_init(tmp_path: Path, loss: Literal["sft", "orpo"]) -> None:
+@pytest.mark.parametrize("loss", OBJECTIVES)
+def test_the_documented_change_works_on_the_recipe_of_init(tmp_path: Path, loss: str) -> None:
     path = tmp_path / "recipe.yaml"
     write_recipe(path, loss)
     assert load_recipe(path, ["train.steps=50"]).train.steps == 50
@@ -542,6 +543,8 @@ def test_dump_reloads_to_an_equal_recipe(tmp_path: Path) -> None:
         ("data.supervise=all", True),
         ("data.train=b.jsonl", True),
         ("orpo.beta=0.2", True),
+        ("simpo.gamma=0.2", True),
+        ("cpo.alpha=0.2", True),
         ("model=other", True),
         ("output.dir=elsewhere", False),
         ("output.save_every=7", False),

@@ -157,7 +157,7 @@ class Reader:
     def _settle(self, form: Form, origin: Origin) -> None:
         if self.pairs is True and form.format != "preference":
             raise UserError(
-                f"{origin}: ORPO needs the fields chosen and rejected, but this is a {form.label} row; "
+                f"{origin}: pairs need the fields chosen and rejected, but this is a {form.label} row; "
                 "name them with data.columns, or train with `segtrain sft`"
             )
         if self.pairs is False and form.format == "preference":

@@ -6,7 +6,7 @@ span's unit gradient d(sum)/dh and scales it afterwards.
 
 A value is a total with a weight: an update divides the totals (and gradients) of its rows by the sum of their
 weights. For `sft` the weight is the number of supervised tokens, so accumulation gives the mean over tokens, not a
-mean of means; for `orpo` it is one a pair. Where a span's targets have weights of their own, its sum is of weighted
+mean of means; for pairs it is one each. Where a span's targets have weights of their own, its sum is of weighted
 log-probs and its count is the sum of the weights.
 
 ORPO (Hong et al. 2024, arXiv:2403.07691), with l the *mean* log-prob of a response:
@@ -17,6 +17,10 @@ ORPO (Hong et al. 2024, arXiv:2403.07691), with l the *mean* log-prob of a respo
 
 `1 - exp l` vanishes as l -> 0, when the model is sure of a whole response; l is held below -EPSILON there, with zero
 gradient, so that neither log_odds nor its slope overflows.
+
+The other losses of pairs have a reward of each response, a multiple of its log-prob, and -log sigmoid of the difference
+of the rewards, their margin, computed as softplus(-margin): exact for a margin near 0, finite for any. The metrics are
+TRL's by meaning: `rewards_chosen` is its `rewards/chosen`, and so on.
 """
 
 from collections.abc import Callable, Mapping
@@ -98,22 +102,75 @@ def orpo(beta: float = 0.1, sft_scope: Literal["full", "response"] = "full") -> 
             "rejected_logp": rejected,
             "accuracy": (chosen > rejected).astype(mx.float32),
         }
-        return LossValue(nll + beta * mx.logaddexp(mx.array(0.0), -odds), 1.0, metrics)
+        return LossValue(nll + beta * softplus(-odds), 1.0, metrics)
 
     metrics = ("accuracy", "chosen_logp", "log_odds", "nll", "rejected_logp")
     return Objective("orpo", loss, metrics, pairs=True, scores_prompt=sft_scope == "full")
 
 
-OBJECTIVES: dict[str, Callable[[Any], Objective]] = {
-    "sft": lambda section: sft,
-    "orpo": lambda section: orpo(section.beta, section.sft_scope) if section else orpo(),
-}
-"""By the name of command and recipe section: the objective that the section (None: its defaults) describes."""
+REWARDS = ("accuracy", "chosen_logp", "rejected_logp", "rewards_chosen", "rewards_margins", "rewards_rejected")
+
+
+def _rewarded(loss: mx.array, scores: Scores, chosen: mx.array, rejected: mx.array) -> LossValue:
+    """A pair's loss, with the rewards of its responses among the metrics."""
+    metrics = {
+        "accuracy": (chosen > rejected).astype(mx.float32),
+        "chosen_logp": scores.sums[CHOSEN] / scores.counts[CHOSEN],
+        "rejected_logp": scores.sums[REJECTED] / scores.counts[REJECTED],
+        "rewards_chosen": chosen,
+        "rewards_margins": chosen - rejected,
+        "rewards_rejected": rejected,
+    }
+    return LossValue(loss, 1.0, metrics)
+
+
+def softplus(x: mx.array) -> mx.array:
+    """log(1 + exp x), that is -log sigmoid(-x)."""
+    return mx.logaddexp(mx.array(0.0), x)
+
+
+def smoothed(margin: mx.array, smoothing: float) -> mx.array:
+    """-log sigmoid(margin), where a share `smoothing` of the pairs is taken to be labelled the wrong way round."""
+    return (1 - smoothing) * softplus(-margin) + smoothing * softplus(margin)
+
+
+def simpo(beta: float = 2.0, gamma: float = 0.5) -> Objective:
+    """SimPO (Meng et al. 2024, arXiv:2405.14734): the reward is beta times the mean log-prob.
+
+    L = -log sigmoid(reward of chosen - reward of rejected - gamma).
+    """
+
+    def loss(scores: Scores) -> LossValue:
+        chosen, rejected = (beta * scores.sums[name] / scores.counts[name] for name in (CHOSEN, REJECTED))
+        return _rewarded(softplus(gamma - (chosen - rejected)), scores, chosen, rejected)
+
+    return Objective("simpo", loss, REWARDS, pairs=True)
+
+
+def cpo(beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0) -> Objective:
+    """CPO (Xu et al. 2024, arXiv:2401.08417): the reward is beta times the sum of log-probs.
+
+    L = -log sigmoid(reward of chosen - reward of rejected) + alpha * NLL, the NLL a mean over the chosen response's
+    tokens as in TRL, where the paper has their sum.
+    """
+
+    def loss(scores: Scores) -> LossValue:
+        chosen, rejected = beta * scores.sums[CHOSEN], beta * scores.sums[REJECTED]
+        nll = -scores.sums[CHOSEN] / scores.counts[CHOSEN]
+        value = _rewarded(smoothed(chosen - rejected, label_smoothing) + alpha * nll, scores, chosen, rejected)
+        return replace(value, metrics=value.metrics | {"nll": nll})
+
+    return Objective("cpo", loss, ("nll", *REWARDS), pairs=True)
+
+
+OBJECTIVES: dict[str, Callable[..., Objective]] = {"sft": lambda: sft, "orpo": orpo, "simpo": simpo, "cpo": cpo}
+"""By the name of command and recipe section; a section's keys are the arguments."""
 
 
 def of_recipe(name: str, recipe: Any = None) -> Objective:
     """The objective of that name, with the settings of the recipe's section of the same name."""
-    return OBJECTIVES[name](getattr(recipe, name, None))
+    section = getattr(recipe, name, None)
+    return OBJECTIVES[name](**vars(section) if section else {})
 
 
 def for_rows(*, pairs: bool, recipe: Any = None) -> Objective:

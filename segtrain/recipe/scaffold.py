@@ -28,7 +28,7 @@ data:
 
 """
 
-_ORPO_DATA = """\
+_PAIRS = """\
 data:
   train: data/train.jsonl        # {"prompt", "chosen", "rejected"}: each a string or a list of messages
   # valid: data/valid.jsonl      # gives loss and accuracy on unseen pairs; keeps the best checkpoint
@@ -36,11 +36,30 @@ data:
   max_seq_length: 2048           # tokens of the prompt and the longer answer
   on_long: drop                  # pairs above it: drop | truncate_prompt | error; counted and shown
 
+"""
+
+_SECTIONS = {
+    "sft": "",
+    "orpo": """\
 orpo:
   beta: 0.1                      # weight of the odds-ratio term; larger: prefers harder, imitates `chosen` less
   sft_scope: full                # the likelihood term covers prompt and chosen; response: chosen only
 
-"""
+""",
+    "simpo": """\
+simpo:
+  beta: 2.0                      # weight of the mean log-probs; larger: less is learnt of pairs that are right already
+  gamma: 0.5                     # how far chosen should lead before a pair counts as learnt, in beta's unit
+
+""",
+    "cpo": """\
+cpo:
+  beta: 0.1                      # weight of the log-probs' sums; larger: less is learnt of pairs that are right already
+  alpha: 1.0                     # weight of the likelihood of chosen; 0: preference alone, which may lower both answers
+  label_smoothing: 0.0           # the share of pairs that may be labelled the wrong way round
+
+""",
+}
 
 _TAIL = """\
 lora:
@@ -71,10 +90,11 @@ output:
 
 def recipe_text(loss: str, path: Path) -> str:
     """The commented recipe for a file called `path`."""
-    title = "Supervised fine-tuning." if loss == "sft" else "Preference fine-tuning (ORPO)."
+    pairs = bool(_SECTIONS[loss])
+    title = f"Preference fine-tuning ({loss})." if pairs else "Supervised fine-tuning."
     head = _HEAD.format(title=title, name=path, loss=loss)
-    tail = _TAIL.format(rate="1.0e-4" if loss == "sft" else "5.0e-5", stem="my-run" if loss == "sft" else "my-orpo-run")
-    return head + (_SFT_DATA if loss == "sft" else _ORPO_DATA) + tail
+    tail = _TAIL.format(rate="5.0e-5" if pairs else "1.0e-4", stem=f"my-{loss}-run" if pairs else "my-run")
+    return head + (_PAIRS if pairs else _SFT_DATA) + _SECTIONS[loss] + tail
 
 
 def write_recipe(path: Path, loss: str, *, overwrite: bool = False) -> None:

@@ -233,11 +233,30 @@ class EngineRecipe(Section):
         return value
 
 
-class OrpoRecipe(Section):
+class LossRecipe(Section):
+    """A loss's settings: the section has the name of the command that trains it."""
+
+
+class OrpoRecipe(LossRecipe):
     """`beta` is the paper's lambda, the weight of the odds-ratio term."""
 
     beta: float = Field(default=0.1, ge=0)
     sft_scope: Literal["full", "response"] = "full"
+
+
+class SimpoRecipe(LossRecipe):
+    """`beta` multiplies mean log-probs; `gamma` is the margin by which the chosen one is to lead, in rewards."""
+
+    beta: float = Field(default=2.0, gt=0)
+    gamma: float = Field(default=0.5, ge=0)
+
+
+class CpoRecipe(LossRecipe):
+    """`beta` multiplies sums of log-probs; `alpha` is the weight of the chosen response's likelihood."""
+
+    beta: float = Field(default=0.1, gt=0)
+    alpha: float = Field(default=1.0, ge=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
 
 
 class TrainRecipe(Section):
@@ -310,6 +329,8 @@ class Recipe(Section):
     lora: LoraRecipe = LoraRecipe()
     engine: EngineRecipe = EngineRecipe()
     orpo: OrpoRecipe = OrpoRecipe()
+    simpo: SimpoRecipe = SimpoRecipe()
+    cpo: CpoRecipe = CpoRecipe()
     train: TrainRecipe = TrainRecipe()
     eval: EvalRecipe = EvalRecipe()
     output: OutputRecipe = OutputRecipe()
@@ -365,7 +386,8 @@ class Recipe(Section):
         """
         plain = self.dump()
         data = {name: value for name, value in plain["data"].items() if name not in ("valid", "test")}
-        return {"data": data, **{name: plain[name] for name in ("model", "lora", "orpo", "train")}}
+        losses = [name for name, field in Recipe.model_fields.items() if isinstance(field.default, LossRecipe)]
+        return {"data": data, **{name: plain[name] for name in ("model", "lora", *losses, "train")}}
 
     def fingerprint(self) -> str:
         """sha256 of `training_view`: equal for two recipes that train the same adapter."""

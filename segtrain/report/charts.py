@@ -115,6 +115,8 @@ def _margins(train: _Curves) -> Chart:
     ]
     if train.has("log_odds"):
         traces.append(train.curve(smoothed(column(train.records, "log_odds")), "log odds", GREY))
+    if train.has("rewards_margins"):
+        traces.append(train.curve(smoothed(column(train.records, "rewards_margins")), "reward margin", GREY))
     caption = "Mean log-prob of a response token, smoothed; the margin is chosen minus rejected and should rise."
     return Chart("Preference margins", caption, _figure(traces, "nats"))
 
@@ -126,7 +128,7 @@ def _accuracy(run: RunFiles, train: _Curves) -> Chart:
     evals = _Curves(run.evals)
     if evals.has("accuracy"):
         traces.append(evals.line("accuracy", "evaluation", ORANGE, mode="lines+markers", marker={"size": 8}))
-    caption = "Share of pairs whose chosen response is the likelier one; 0.5 is chance."
+    caption = "Share of pairs whose chosen response has the higher reward, or is the likelier one; 0.5 is chance."
     return Chart("Preference accuracy", caption, _figure(traces, "share", yaxis={"range": [0, 1.03]}))
 
 
