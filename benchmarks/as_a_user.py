@@ -52,7 +52,8 @@ CASES: dict[str, dict[str, Any]] = {
     "8b": case("llama-8b", 8192, mlx_lm=[1], settings={
         "auto": {}, "lean": {"engine.memory_budget": "20.5GB"}, "middle": {"engine.memory_budget": "37GB"}}),
     "delta": case("qwen3.5-8-layers", 8192, mlx_lm=[], settings={
-        "auto": {}, "lean": {"engine.memory_budget": "10GB"}}),
+        "auto": {}, "lean": {"engine.memory_budget": "8.2GB"}}),
+    "delta-lean": case("qwen3.5-8-layers", 8192, mlx_lm=[], settings={"10 GB": {"engine.memory_budget": "10GB"}}),
     "short-8": case("llama-8b", (40, 300), rows=8, mlx_lm=[8], checkpoint=False, updates=24, settings={"auto": {}}),
     "short-32": case("llama-8b", (40, 300), rows=32, mlx_lm=[32], checkpoint=False, updates=12, settings={
         "auto": {}, "22 GiB": {"engine.memory_budget": "23.6GB"}}),
