@@ -34,6 +34,7 @@ class Loss(StrEnum):
     orpo = "orpo"
     simpo = "simpo"
     cpo = "cpo"
+    dpo = "dpo"
 
 
 TRAINING = tuple(Loss)
@@ -166,6 +167,14 @@ _training_command(
     "init --loss cpo",
     "cpo recipe.yaml",
     "cpo recipe.yaml --set cpo.alpha=0.5",
+)
+_training_command(
+    "dpo",
+    "Preference fine-tuning by log-ratios to the start (DPO).\n\nThe chosen answer is to gain on the rejected one, "
+    "beside the model as it was at the start. dpo.reference: cached computes that one once a row.",
+    "init --loss dpo",
+    "dpo recipe.yaml",
+    "dpo recipe.yaml --set dpo.reference=cached",
 )
 
 

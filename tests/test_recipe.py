@@ -545,6 +545,7 @@ def test_dump_reloads_to_an_equal_recipe(tmp_path: Path) -> None:
         ("orpo.beta=0.2", True),
         ("simpo.gamma=0.2", True),
         ("cpo.alpha=0.2", True),
+        ("dpo.loss=ipo", True),
         ("model=other", True),
         ("output.dir=elsewhere", False),
         ("output.save_every=7", False),

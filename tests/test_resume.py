@@ -31,13 +31,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "data__shuffle_window": 5,
         },
     ),
+    "dpo": ("dpo", {"lora__dropout": 0.1}),
+    "dpo, cached": ("dpo", {"dpo": {"reference": "cached"}, "train__grad_accumulation_steps": 3}),
     "adafactor, momentum": ("sft", {"train__optimizer": "adafactor", "train__warmup_steps": 4}),
 }
 
 
 def recipe_of(folder: Path, case: str, run: str) -> tuple[Recipe, Any]:
     loss, changes = CASES[case]
-    valid = str(folder / f"{loss}-valid.jsonl")
+    valid = str(folder / f"{tiny_run.kind_of(loss)}-valid.jsonl")
     options = {"data__valid": valid, "output__eval_every": 3, "output__keep_checkpoints": 2, **changes}
     return tiny_run.recipe(folder, loss, output__dir=str(folder / run), **options), loss
 

@@ -15,6 +15,7 @@ from mlx_lm.models import llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from segtrain.engine.objectives import of_recipe
 from segtrain.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +81,11 @@ def written(path: Path, lines: list[dict[str, Any]]) -> Path:
     return path
 
 
+def kind_of(loss: str) -> str:
+    """How the files begin whose rows this loss takes."""
+    return "orpo" if of_recipe(loss).pairs else loss
+
+
 def mapping(folder: Path, loss: str = "sft", **changes: Any) -> dict[str, Any]:
     """A recipe over `folder`, where model and data are made if they aren't there; `train__steps=3` sets train.steps."""
     if not (folder / "model").exists():
@@ -90,7 +96,7 @@ def mapping(folder: Path, loss: str = "sft", **changes: Any) -> dict[str, Any]:
                 make(path, rows, seed=len(part) + rows)
     values: dict[str, Any] = {
         "model": str(folder / "model"),
-        "data": {"train": str(folder / f"{loss}-train.jsonl"), "max_seq_length": 64},
+        "data": {"train": str(folder / f"{kind_of(loss)}-train.jsonl"), "max_seq_length": 64},
         "lora": {"rank": 2},
         "engine": {"backward": "segmented", "segment_size": 1, "keep_layers": 0, "memory_budget": "1GB"},
         "train": {"steps": 6, "learning_rate": 1e-2},

@@ -502,10 +502,12 @@ class FullBackward:
 
 
 def reference_sums(backward: Backward, layout: Layout) -> Sums:
-    """The spans' sums of log-probs by the model without its adapter, where the objective needs them."""
+    """The spans' sums of log-probs by the model with its adapter as at the start, where the objective needs them."""
     if not backward.objective.needs_reference:
         return {}
-    with backward.lora.disabled():
+    if layout.reference is not None:
+        return layout.reference
+    with backward.lora.as_at_start():
         return backward.score(layout).sums
 
 

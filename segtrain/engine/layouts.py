@@ -10,7 +10,7 @@ A `Stream` is one forward pass. A `Span` names rows of a stream to score and the
 Shapes: `T` rows of a stream, `M` scored rows of a span. Token ids are int32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -63,10 +63,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Layout:
-    """The streams of one training row and the spans scored on them, by name."""
+    """The streams of one training row and the spans scored on them, by name.
+
+    `reference`: the spans' sums of log-probs by the reference model, where they are known already.
+    """
 
     streams: tuple[Stream, ...]
     spans: dict[str, Span]
+    reference: Mapping[str, mx.array] | None = None
 
     @property
     def tokens(self) -> int:

@@ -48,7 +48,7 @@ class LossValue:
 
 @dataclass(frozen=True)
 class Scores:
-    """By span: the sum of its tokens' log-probs, float32, and their number; `reference`: the base model's sums."""
+    """By span: the sum of its tokens' log-probs, float32, and their number; `reference`: the sums at the start."""
 
     sums: Sums
     counts: Counts
@@ -64,7 +64,7 @@ class Objective:
 
     `metrics`: names of what it reports beside its total. `pairs`: rows are a chosen and a rejected response to one
     prompt, else examples. `scores_prompt`: a pair's prompt is a span too. `needs_reference`: the loss sees the sums
-    of the model without adapter.
+    of the model with its adapter as at the start. `keeps_reference`: these are computed once a row and kept.
     """
 
     name: str
@@ -73,6 +73,7 @@ class Objective:
     pairs: bool = False
     scores_prompt: bool = False
     needs_reference: bool = False
+    keeps_reference: bool = False
 
 
 def _cross_entropy(scores: Scores) -> LossValue:
@@ -163,7 +164,40 @@ def cpo(beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0) -> 
     return Objective("cpo", loss, ("nll", *REWARDS), pairs=True)
 
 
-OBJECTIVES: dict[str, Callable[..., Objective]] = {"sft": lambda: sft, "orpo": orpo, "simpo": simpo, "cpo": cpo}
+def dpo(
+    beta: float = 0.1,
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid",
+    label_smoothing: float = 0.0,
+    reference: Literal["pass", "cached"] = "pass",
+) -> Objective:
+    """DPO (Rafailov et al. 2023, arXiv:2305.18290): the reward is beta times the log-ratio to the model at the start.
+
+    With the margin, the reward of chosen less that of rejected: `sigmoid` -log sigmoid(margin); `hinge`
+    max(0, 1 - margin) (Zhao et al. 2023, arXiv:2305.10425); `ipo` (margin / beta - 1 / (2 beta))^2 of log-ratios that
+    are means over tokens, as in TRL (Azar et al. 2023, arXiv:2310.12036, has sums).
+    """
+
+    def compared(scores: Scores) -> LossValue:
+        ratios = (scores.sums[name] - scores.reference[name] for name in (CHOSEN, REJECTED))
+        if loss == "ipo":
+            ratios = (ratio / scores.counts[name] for name, ratio in zip((CHOSEN, REJECTED), ratios, strict=True))
+        chosen, rejected = (beta * ratio for ratio in ratios)
+        margin = chosen - rejected
+        forms = {"sigmoid": smoothed(margin, label_smoothing), "hinge": mx.maximum(1 - margin, 0.0)}
+        total = forms[loss] if loss in forms else mx.square(margin / beta - 1 / (2 * beta))
+        return _rewarded(total, scores, chosen, rejected)
+
+    kept = reference == "cached"
+    return Objective("dpo", compared, REWARDS, pairs=True, needs_reference=True, keeps_reference=kept)
+
+
+OBJECTIVES: dict[str, Callable[..., Objective]] = {
+    "sft": lambda: sft,
+    "orpo": orpo,
+    "simpo": simpo,
+    "cpo": cpo,
+    "dpo": dpo,
+}
 """By the name of command and recipe section; a section's keys are the arguments."""
 
 

@@ -234,6 +234,7 @@ class Lora:
     dropout: float
     dropout_keys: DropoutKeys = field(default_factory=DropoutKeys)
     casts: Casts = field(default_factory=Casts)
+    start: dict[str, mx.array] | None = None  # the values that it began with; None: a new adapter, which does nothing
     _flat: FlatArrays | None = None
 
     @property
@@ -251,6 +252,26 @@ class Lora:
         for slot in self.slots():
             slot.module[slot.key] = values[slot.name]
         self._flat = values if isinstance(values, FlatArrays) and values.layout == self.flat_layout else None
+
+    def begin_from(self, values: Mapping[str, mx.array]) -> None:
+        """Take the values of another adapter, by parameter name, as those that this one begins with."""
+        self.set(values)
+        self.start = self.values()
+
+    @contextmanager
+    def as_at_start(self) -> Iterator[None]:
+        """The model as it was before the first update while the block runs, wherever training or a resume has got."""
+        with self.disabled() if self.start is None else self.with_values(self.start):
+            yield
+
+    @property
+    def start_fingerprint(self) -> str:
+        """SHA-256 of the values that it began with; empty for a new adapter."""
+        digest = hashlib.sha256()
+        for name, value in sorted((self.start or {}).items()):
+            digest.update(f"{name}\0{value.dtype}\0{value.shape}\0".encode())
+            digest.update(memoryview(value))  # type: ignore[arg-type]
+        return digest.hexdigest() if self.start is not None else ""
 
     @contextmanager
     def with_values(self, values: Mapping[str, mx.array]) -> Iterator[None]:

@@ -59,6 +59,13 @@ cpo:
   label_smoothing: 0.0           # the share of pairs that may be labelled the wrong way round
 
 """,
+    "dpo": """\
+dpo:
+  beta: 0.1                      # larger: stays closer to the model as it was at the start
+  loss: sigmoid                  # or ipo, hinge
+  reference: pass                # the model at the start: one more forward pass; cached: once a row, kept in the run
+
+""",
 }
 
 _TAIL = """\

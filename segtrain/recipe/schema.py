@@ -259,6 +259,21 @@ class CpoRecipe(LossRecipe):
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
 
 
+class DpoRecipe(LossRecipe):
+    """`beta` multiplies log-ratios to the model as it was at the start, which `reference` says how to get."""
+
+    beta: float = Field(default=0.1, gt=0)
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    reference: Literal["pass", "cached"] = "pass"
+
+    @model_validator(mode="after")
+    def _check(self) -> "DpoRecipe":
+        if self.label_smoothing and self.loss != "sigmoid":
+            raise problems_error(Problem("label_smoothing", f"has no effect on loss: {self.loss}; remove it"))
+        return self
+
+
 class TrainRecipe(Section):
     """How long and how fast. Steps and warm-up count optimiser updates; without `steps` and `epochs`, one epoch."""
 
@@ -331,6 +346,7 @@ class Recipe(Section):
     orpo: OrpoRecipe = OrpoRecipe()
     simpo: SimpoRecipe = SimpoRecipe()
     cpo: CpoRecipe = CpoRecipe()
+    dpo: DpoRecipe = DpoRecipe()
     train: TrainRecipe = TrainRecipe()
     eval: EvalRecipe = EvalRecipe()
     output: OutputRecipe = OutputRecipe()

@@ -143,6 +143,7 @@ class Keeper:
             "model_fingerprint": self.model,
             "rows_per_update": self._rows_per_update,
             "loss": self._loss,
+            "start": self.session.lora.start_fingerprint,
             "run": self.run.position(),
         }
 
@@ -163,6 +164,9 @@ class Keeper:
             )
             if found.state.get(key, value) != value
         ]
+        start = self.session.lora.start_fingerprint
+        if found.state.get("start", start) != start:
+            details.append("the adapter that the run began with")
         self.notices += told(free, found.step, self.optimizer.total_steps)
         if details and not force:
             fits = not found.misfits(self._expected)

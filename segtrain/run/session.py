@@ -22,6 +22,7 @@ from segtrain.models.stack import Execution, LayerStack, UnsupportedModel
 from segtrain.models.support import shares_prefix
 from segtrain.recipe.schema import Recipe
 from segtrain.run.readiness import ready
+from segtrain.run.references import References
 
 SHARING_PAYS_FROM = 16  # prompt tokens below which two streams are no dearer than the split attention of one
 
@@ -39,6 +40,7 @@ class Session:
     notices: list[str] = field(default_factory=list)
     align: int = 1
     traces: Traces = field(default_factory=Traces)
+    references: References | None = None
 
     def layout(self, row: Row) -> Layout:
         """The row's streams and spans, its stream lengths rounded up to what the backend's attention needs."""
@@ -55,6 +57,11 @@ class Session:
                 score_prompt=self.objective.scores_prompt,
             )
         return padded(layout, self.align)
+
+    def referenced(self, row: Row, layout: Layout, backward: Backward) -> Layout:
+        """The row's layout with its reference sums, where the run keeps them."""
+        kept = self.references is not None and isinstance(row, PreferenceRow)
+        return self.references(row, layout, backward) if kept else layout  # type: ignore[misc, arg-type]
 
     def shares(self, row: PreferenceRow) -> bool:
         """Whether this row's prompt is computed once: possible, wanted and cheaper."""

@@ -29,6 +29,7 @@ from segtrain.run.guards import Growth, check_update
 from segtrain.run.keeper import Keeper
 from segtrain.run.optimizer import Optimizer
 from segtrain.run.planning import Planner
+from segtrain.run.references import References
 from segtrain.run.sampling import generate
 from segtrain.run.session import Session, open_session, summary
 from segtrain.run.state import RunState
@@ -39,7 +40,7 @@ from segtrain.run.verify import check_unproven
 from segtrain.run.wired import wired
 from segtrain.signals import StopRequest
 from segtrain.storage.checkpoint import Checkpoint
-from segtrain.storage.run_directory import RunDirectory
+from segtrain.storage.run_directory import REFERENCE, RunDirectory
 
 
 class Trainer:
@@ -105,6 +106,9 @@ class _Loop:
         self.updates = Updates(session, data.train, choose, optimizer, ranks, self.meter)
         self.validation = Validation(session, data.valid, choose, self.updates) if data.valid is not None else None
         self.keeper = Keeper(self.recipe, ranks, run, session, optimizer, data)
+        if session.objective.keeps_reference:
+            keep = run.append_reference if run else None
+            session.references = References(self.keeper.model, session.lora.start_fingerprint, keep)
         self.growth = Growth(unified=here().name != "cuda")
         self.first_step = 0
         self.logging = True
@@ -179,6 +183,8 @@ class _Loop:
         if self.run:
             if self.trainer.resume:
                 self.keeper.settle(found, self.state)
+                if self.session.references:
+                    self.session.references.load(self.run.path / REFERENCE)
             if not self._is_finished():
                 self.run.write_recipe(self.recipe)
                 if self.data.sample:

@@ -133,7 +133,8 @@ class Updates:
         self.session.lora.dropout_keys.row = number
         layout = self.session.layout(row)
         try:
-            return self.choose(layout).step(layout), layout
+            backward = self.choose(layout)
+            return backward.step(self.session.referenced(row, layout, backward)), layout
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise RunFailed(

@@ -43,6 +43,8 @@ class Validation:
             if stop():
                 totals.stop = True
                 break
-            layout = self.session.layout(self.rows[number])
-            totals.add(self.choose(layout).evaluate(layout), layout)
+            row = self.rows[number]
+            layout = self.session.layout(row)
+            backward = self.choose(layout)
+            totals.add(backward.evaluate(self.session.referenced(row, layout, backward)), layout)
         return totals

@@ -1,6 +1,6 @@
 """The run directory: created or taken up again, locked for one process, and appended to.
 
-A line of `metrics.jsonl`, `memory.jsonl` or `samples.jsonl` is one write. `position()` goes into each checkpoint, and
+A line of a log (`LOGS`) is one write. `position()` goes into each checkpoint, and
 `rewind` cuts the files back to it, so that a resumed run leaves the files that an uninterrupted one would have left.
 """
 
@@ -21,7 +21,8 @@ from segtrain.recipe.schema import RESOLVED_BY, Recipe
 from segtrain.storage import checkpoint, replacement
 from segtrain.storage.durable import replace_text, sync, unfinished
 
-LOGS = ("metrics.jsonl", "memory.jsonl", "samples.jsonl")
+REFERENCE = "reference.jsonl"
+LOGS = ("metrics.jsonl", "memory.jsonl", "samples.jsonl", REFERENCE)
 RECIPE, RESOLVED, BEST, LOCK = "recipe.yaml", "recipe.resolved.yaml", "best", ".lock"
 ROW = "data_row.json"
 MARKS = (*LOGS, BEST, "report.html", "checkpoints")  # any of these makes a directory a run
@@ -174,6 +175,9 @@ class RunDirectory:
 
     def append_sample(self, line: Mapping[str, Any]) -> None:
         self._append("samples.jsonl", line)
+
+    def append_reference(self, line: Mapping[str, Any]) -> None:
+        self._append(REFERENCE, line)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         """One JSON line in one write; NaN and infinities become null. Raises RunFailed."""
