@@ -21,7 +21,7 @@ Full. `FullBackward` is plain reverse-mode autodiff over the model's own forward
 the faster way for short rows.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
@@ -31,7 +31,7 @@ import mlx.core as mx
 from segtrain.engine.head import PADDED_ROWS, Scorer, cotangent, log_softmax_at, padded_rows, score, scorer
 from segtrain.engine.layouts import Layout, Span, Stream
 from segtrain.engine.objectives import LossValue, Objective, Scores, Sums, value_and_grad
-from segtrain.engine.segments import HIDDEN, Segment, grouped, layer_cuts, split
+from segtrain.engine.segments import HIDDEN, Bounds, Segment, grouped, layer_cuts, split
 from segtrain.engine.traces import Traces
 from segtrain.lora.flat import FlatArrays
 from segtrain.lora.layers import Lora, Slot, swapped
@@ -73,6 +73,8 @@ class Stack(Protocol):
     def begin(self, stream: Stream) -> Tape: ...
     def run(self, tape: Any, carry: Mapping[str, mx.array], lo: int, hi: int) -> Carry: ...
     def pure(self, tape: Any, lo: int, hi: int, *, shared: bool) -> Pure: ...
+    def expect(self, order: Iterable[Bounds | None]) -> None: ...
+    def holding(self, lo: int, hi: int) -> AbstractContextManager[None]: ...
     def prepared(self, lo: int, hi: int) -> AbstractContextManager[None]: ...
     def remembering(self, lo: int, hi: int) -> AbstractContextManager[list[mx.array]]: ...
     def recalling(self, lo: int, hi: int, products: Sequence[mx.array]) -> AbstractContextManager[None]: ...
@@ -171,6 +173,7 @@ class SegmentedBackward:
         """One row's loss and gradients. `layout`'s streams are independent but for the loss."""
         reference = reference_sums(self, layout)
         evaluator = Evaluator(self.lookahead)
+        self.stack.expect(self._order(len(layout.streams), backward=True))
         tapes = [self.stack.begin(stream) for stream in layout.streams]
         products: list[Products] = [{} for _ in tapes]
         saved: list[list[Carry]] = []  # per stream: the carry at the start of each group
@@ -197,6 +200,7 @@ class SegmentedBackward:
     def score(self, layout: Layout) -> Scores:
         """Each span's sum of log-probs, without dropout. Of a stream's carries only the last ones are held."""
         evaluator = Evaluator(self.lookahead)
+        self.stack.expect(self._order(len(layout.streams), backward=False))
         segments = [*self.frozen, *(segment for group in self.groups for segment in group)]
         sums: dict[str, mx.array] = {}
         with self.lora.dropout_keys.disabled():
@@ -207,6 +211,14 @@ class SegmentedBackward:
                 sums |= {name: logp for name, (_, logp, _) in scores.items()}
         evaluator.drain()
         return Scores(sums, _counts(layout))
+
+    def _order(self, streams: int, *, backward: bool) -> Iterator[Bounds | None]:
+        """The segments' layers in the order in which they run; None where the head does."""
+        forward = [*self.frozen, *(segment for group in self.groups for segment in group)]
+        yield from (segment.bounds for segment in forward * streams)
+        yield None
+        for group in list(reversed(self.groups)) * (streams if backward else 0):
+            yield from (segment.bounds for segment in (*group[:-1], *reversed(group)))
 
     def _edges(
         self,
@@ -236,7 +248,7 @@ class SegmentedBackward:
         """Run segments in order; returns the carry after them. `products`, if given, gets those of kept segments."""
         self.lora.dropout_keys.stream = number
         for segment in segments:
-            with self.meter(f"forward{segment}", number):
+            with self.meter(f"forward{segment}", number), self.stack.holding(segment.lo, segment.hi):
                 keep = products is not None and segment in self.kept
                 written, made = self._segment_forward(tape, segment, carry, keep=keep)
                 carry = carry | written
@@ -299,7 +311,7 @@ class SegmentedBackward:
             edges.append(last)
             del last
             for segment in reversed(group):
-                with self.meter(f"backward{segment}", number):
+                with self.meter(f"backward{segment}", number), self.stack.holding(segment.lo, segment.hi):
                     kept = products.pop(segment, None)
                     self._segment_vjp(tape, segment, edges.pop(), cotangents, grads, evaluator, kept)
                     del kept

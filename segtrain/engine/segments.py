@@ -25,6 +25,10 @@ class Segment:
     reads: tuple[str, ...] = (HIDDEN,)
     writes: tuple[str, ...] = (HIDDEN,)
 
+    @property
+    def bounds(self) -> Bounds:
+        return self.lo, self.hi
+
     def __len__(self) -> int:
         return self.hi - self.lo
 

@@ -6,10 +6,12 @@ safetensors only and no code that comes with a model runs, unless `trust_remote_
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
@@ -17,7 +19,9 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_config, load_model, load_t
 
 from segtrain.errors import UserError, reason
 from segtrain.hub import advice, hub
+from segtrain.models.exceptions import replaced
 from segtrain.models.support import refuse
+from segtrain.models.weights import Loads, Streamed, streamed
 
 WEIGHTS = "model*.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -32,6 +36,7 @@ class Loaded:
     tokenizer: Any
     config: dict[str, Any]
     path: Path
+    weights: Streamed | None = None  # where the layers' weights come from if they aren't held in memory
 
     @property
     def vocabulary(self) -> int:
@@ -39,8 +44,11 @@ class Loaded:
         return embedding_rows(self.model)
 
 
-def load(path_or_hub_id: str, *, trust_remote_code: bool = False) -> Loaded:
-    """Load a local directory or a hub id. Raises UserError for what can't be found, read or trained."""
+def load(path_or_hub_id: str, *, trust_remote_code: bool = False, stream: bool = False) -> Loaded:
+    """Load a local directory or a hub id; with `stream` the layers' weights stay on disk.
+
+    Raises UserError for what can't be found, read or trained.
+    """
     path = _local(path_or_hub_id, ["config.json"])
     config = _config(path, path_or_hub_id)
     if config.get("model_file") is not None and not trust_remote_code:
@@ -52,9 +60,12 @@ def load(path_or_hub_id: str, *, trust_remote_code: bool = False) -> Loaded:
     code = [] if trust_remote_code else ["*.py"]
     path = _local(path_or_hub_id, [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern not in code])
     _check_weights(path)
-    model, config = _model(path, trust_remote_code)
+    loads = Loads()
+    with replaced(mx, "load", lambda load: loads) if stream else nullcontext():
+        model, config = _model(path, trust_remote_code, lazy=stream)
+    weights = streamed(model, loads, path_or_hub_id) if stream else None
     tokenizer = _tokenizer(path, config, trust_remote_code)
-    loaded = Loaded(model, tokenizer, config, path)
+    loaded = Loaded(model, tokenizer, config, path, weights)
     _check_vocabulary(loaded)
     return loaded
 
@@ -130,9 +141,9 @@ def _check_weights(path: Path) -> None:
             raise UserError(f"model: {path} lacks {len(missing)} of {len(names)} weight files, such as {missing[0]}")
 
 
-def _model(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+def _model(path: Path, trust_remote_code: bool, *, lazy: bool) -> tuple[nn.Module, dict[str, Any]]:
     try:
-        return load_model(path, trust_remote_code=trust_remote_code)
+        return load_model(path, lazy=lazy, trust_remote_code=trust_remote_code)
     except SystemExit as error:  # how a model file of mlx-lm says that it needs another package
         raise UserError(f"model: {path} needs a package that isn't installed; see the message above") from error
     except (LookupError, ArithmeticError, AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:

@@ -16,7 +16,7 @@ soft-cap. A model whose layers are called out of order, skipped, twice, or with 
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +27,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from segtrain.engine.layouts import Stream
-from segtrain.engine.segments import HIDDEN
+from segtrain.engine.segments import HIDDEN, Bounds
 from segtrain.models.alike import Place, fingerprint, holding, places, plain
 from segtrain.models.capture import arrays, intercept, leaves, map_tree
 from segtrain.models.causal import Causal
@@ -37,6 +37,7 @@ from segtrain.models.products import linear_modules, recalling, remembering
 from segtrain.models.recurrences import restarts
 from segtrain.models.stream_ops import StreamCache, stream_ops
 from segtrain.models.tokenwise import chunked, tokenwise_modules
+from segtrain.models.weights import Streamed
 
 
 class UnsupportedModel(ValueError):
@@ -117,8 +118,9 @@ class Execution:
 class LayerStack:
     """The layers of an mlx-lm model, to be run by ranges. Raises `UnsupportedModel` where that is not possible."""
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, source: Streamed | None = None):
+        """`source`: where the layers' weights come from, None for a model that holds them."""
+        self.model, self.source = model, source
         self.execution = Execution()
         self._fingerprints: dict[int, int] = {}
         self._numbers: dict[tuple, int] = {}  # a fingerprint -> a number for it
@@ -212,6 +214,15 @@ class LayerStack:
         layers = self.layers[lo:hi]
         chunked = [] if self.execution.mlp_rows is None else [m for layer in layers for m in tokenwise_modules(layer)]
         return linear_modules(layers, chunked)
+
+    def expect(self, order: Iterable[Bounds | None]) -> None:
+        """The ranges of layers whose weights are wanted, in order; None where nothing should be read ahead."""
+        if self.source:
+            self.source.expect(order)
+
+    def holding(self, lo: int, hi: int) -> AbstractContextManager[None]:
+        """Around all use of layers lo..hi-1, `pure` too: they hold their weights."""
+        return self.source.held(lo, hi) if self.source else nullcontext()
 
     def prepared(self, lo: int, hi: int) -> AbstractContextManager[None]:
         """Around one use of layers lo..hi-1, a forward pass or a whole vjp: holds their dense weights if wanted."""

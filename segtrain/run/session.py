@@ -116,7 +116,7 @@ def open_session(recipe: Recipe, objective: Objective, loaded: Loaded) -> Sessio
             layers=lo_hi,
             seed=recipe.train.seed,
         )
-        stack = LayerStack(loaded.model)
+        stack = LayerStack(loaded.model, loaded.weights)
     except (UnsupportedModel, ValueError) as error:
         raise UserError(str(error)) from error
     shares, notices = _prefix_sharing(recipe, objective, stack, str(loaded.config.get("model_type")))
