@@ -51,6 +51,12 @@ CASES: dict[str, dict[str, Any]] = {
                     settings={"auto": {}, "lean": {"engine.memory_budget": "9.0GB"}}),
     "8b": case("llama-8b", 8192, mlx_lm=[1], settings={
         "auto": {}, "lean": {"engine.memory_budget": "20.5GB"}, "middle": {"engine.memory_budget": "37GB"}}),
+    "8b-streamed": case("llama-8b", 8192, updates=3, mlx_lm=[], settings={
+        "lean": {"engine.weights": "streamed", "engine.memory_budget": "7.0GB"}, "auto": {"engine.weights": "streamed"}}),
+    "8b-streamed-8": case("llama-8b", 8192, rows=8, updates=2, mlx_lm=[], settings={
+        "auto": {"engine.weights": "streamed"}}),
+    "8b-4bit-streamed": case("llama-8b", 32768, bits=4, updates=3, mlx_lm=[], settings={
+        "auto": {"engine.weights": "streamed", "engine.memory_budget": "12.5GB"}}),
     "delta": case("qwen3.5-8-layers", 8192, mlx_lm=[], settings={
         "auto": {}, "lean": {"engine.memory_budget": "8.2GB"}}),
     "delta-lean": case("qwen3.5-8-layers", 8192, mlx_lm=[], settings={"10 GB": {"engine.memory_budget": "10GB"}}),
@@ -72,6 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
     "tiny": case("tiny", 128, mlx_lm=[1], dtype="float32", settings={"auto": {}}),
+    "tiny-streamed": case("tiny", 128, mlx_lm=[], dtype="float32", settings={"auto": {"engine.weights": "streamed"}}),
     "tiny-4bit": case("tiny", 64, bits=4, mlx_lm=[1], dtype="float32", settings={"auto": {}}),
     "tiny-short": case("tiny", (10, 40), rows=8, mlx_lm=[8], checkpoint=False, dtype="float32", settings={"auto": {}}),
     "tiny-orpo": case("tiny", 128, mlx_lm=[], command="orpo", answers=32, dtype="float32", settings={"auto": {}}),

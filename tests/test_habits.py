@@ -20,7 +20,7 @@ from segtrain.memory.backends import BACKENDS
 from segtrain.memory.choose import Option
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import sft
-from segtrain.run import environment, planning, updates, verify
+from segtrain.run import budget, environment, planning, updates, verify
 from segtrain.run import wired as wired_module
 from segtrain.run.wired import wired
 
@@ -162,5 +162,5 @@ def test_products_over_long_rows_are_cut_on_metal(
 def test_ranks_of_a_host_share_its_memory_but_not_a_gpu_each(
     name: Any, share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "recommended_bytes", lambda: 90 << 30)
-    assert planning._device_budget(BACKENDS[name], 3) == planning._device_budget(BACKENDS[name]) // share
+    monkeypatch.setattr(budget, "recommended_bytes", lambda: 90 << 30)
+    assert budget.device_budget(BACKENDS[name], 3) == budget.device_budget(BACKENDS[name]) // share

@@ -87,6 +87,7 @@ def read(subject: Subject, backend: str, config: Mapping[str, Any]) -> Model:
         bytes=frozen_bytes(subject.model),
         dtype_bytes=reader.dtype.size,
         edge=reader.edge,
+        layer_bytes=tuple(frozen_bytes(layer) for layer in subject.stack.layers),
         positions=_positions(config),
         packed=any(linear.packed for layer in layers for linear in layer.linears),
         capped=any(operation.name == "Tanh" for operation in logits.operations),

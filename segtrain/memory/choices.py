@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from segtrain.recipe.schema import EngineRecipe, Recipe
 
 TRAINED = 16  # layers that still learn well
+SHORT = 128  # tokens of a row that any budget should have room for
 PROMPT_SHARE = 0.5  # of a preference row whose data were not read
 
 
@@ -37,16 +38,25 @@ def settings(engine: "EngineRecipe", *, compiled: bool) -> Settings:
     )
 
 
-def chooser(model: Model, backend: Backend, recipe: "Recipe | None", *, resident: int | None = None) -> Chooser:
-    """For `recipe`, or with every setting on auto."""
+def chooser(
+    model: Model, backend: Backend, recipe: "Recipe | None", *, resident: int | None = None, streamed: bool = False
+) -> Chooser:
+    """For `recipe`, or with every setting on auto; `streamed`: with the layers' weights read from disk."""
     optimizer, accumulates, dropout = "adamw", False, 0.0
     if recipe is not None:
         optimizer, dropout = recipe.train.optimizer, recipe.lora.dropout
         accumulates = recipe.train.grad_accumulation_steps > 1
-    estimator = Estimator(model, backend, optimizer=optimizer, accumulates=accumulates, resident=resident)
+    estimator = Estimator(
+        model, backend, optimizer=optimizer, accumulates=accumulates, resident=resident, streamed=streamed
+    )
     compiled = machine.compiles(backend) and not dropout
     chosen = settings(recipe.engine, compiled=compiled) if recipe else Settings(compiled=compiled)
     return Chooser(estimator, Timer(model, backend, estimator.lowest, machine.speed(backend)), chosen)
+
+
+def too_large(chooser: Chooser, budget: int) -> bool:
+    """Whether not even a short row could be trained within `budget`."""
+    return chooser.relaxed().leanest(row_of(SHORT, preference=False, shared=False)).peak > budget
 
 
 def adapter(recipe: "Recipe | None", layers: int) -> dict[str, Any]:
@@ -64,6 +74,8 @@ def remedies(chooser: Chooser) -> list[str]:
     found = []
     if fixed.backward == "full" or (fixed.segment_size or 1) > 1 or fixed.keep:
         found.append("leave engine.backward, segment_size and keep_layers on auto: it hardly costs time")
+    if not chooser.estimator.streamed:
+        found.append("engine.weights: streamed, which keeps few layers' weights in memory; how fast is up to the disk")
     if not model.packed:
         found.append("a quantised model (4-bit from the hub, or quantize: 4 in the recipe)")
     if len(model.layers) - model.lowest > TRAINED:

@@ -45,6 +45,7 @@ class Option:
     """A plan with its estimate. `parts` (bytes) add up to the peak, at the moment named `moment`.
 
     `estimated`: the peak before what was measured here corrected it. `seconds` of a step, where that was measured.
+    `read`: bytes of streamed weights.
     """
 
     plan: Plan
@@ -53,6 +54,7 @@ class Option:
     relative_time: float
     estimated: int = 0
     seconds: float | None = None
+    read: int = 0
 
     @property
     def peak(self) -> int:
@@ -104,7 +106,15 @@ class Chooser:
         plan = replace(plan, peak_bytes=round(sum(parts.values())))
         rate = self.corrections.rates.get(kind(plan))
         seconds = rate * self.timer.cost(row, plan) if rate else None
-        return Option(plan, peak.moment, parts, self.timer.relative(row, plan), peak.bytes, seconds)
+        return Option(
+            plan,
+            peak.moment,
+            parts,
+            self.timer.relative(row, plan),
+            peak.bytes,
+            seconds,
+            self.estimator.read(row, plan),
+        )
 
     def fastest(self, row: RowShape, budget: int, *, sizes: Sequence[int] | None = None) -> Option | None:
         """The fastest candidate for `row` whose peak is within `budget`; None: there is none."""
@@ -117,7 +127,7 @@ class Chooser:
 
     def full(self, row: RowShape) -> Iterator[Plan]:
         """Ways to run full backward, which never works on dense copies of quantised weights."""
-        if not self.settings.dequantize:
+        if not self.settings.dequantize and not self.estimator.streamed:
             yield Plan("full", segment_size=self.layers, compiled=self._compiled(row))
 
     def plans(self, row: RowShape, sizes: Sequence[int] | None = None) -> Iterator[Plan]:

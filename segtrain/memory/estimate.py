@@ -4,6 +4,7 @@ What is live at each moment of a step is counted. T rows of a stream, H hidden, 
 the activations' dtype:
 
     model         all weights, packed as they are
+    weights       streamed ones: of the segment that runs, of the next, which is being read, and of each that runs ahead
     adapter       LoRA parameters (float32), the optimiser's moments, and the gradients made so far
     boundaries    what crosses segment edges and is kept: the hidden states, shared keys and values, per-layer inputs
     residuals     of a segment under backward: what its layers keep from forward for backward. `shapes.Pass` says it,
@@ -52,7 +53,10 @@ class Peak:
 
 
 class Estimator:
-    """The estimate for one model, adapter and backend; `resident` overrides the bytes of the model's weights."""
+    """The estimate for one model, adapter and backend; `resident` overrides the bytes of the model's weights.
+
+    `streamed`: of the layers' weights only those of a few segments are in memory.
+    """
 
     def __init__(
         self,
@@ -62,9 +66,14 @@ class Estimator:
         optimizer: str = "adamw",
         accumulates: bool = False,
         resident: int | None = None,
+        streamed: bool = False,
     ):
-        self.model, self.backend, self.lowest = model, backend, model.lowest
+        self.model, self.backend, self.lowest, self.streamed = model, backend, model.lowest, streamed
         self.resident = model.bytes if resident is None else resident
+        scale = self.resident / model.bytes  # the files may hold another dtype than the configuration says
+        self.layer_bytes = [round(scale * size) for size in model.layer_bytes]
+        if streamed:
+            self.resident -= sum(self.layer_bytes)
         self.adapter = [4 * layer.adapter for layer in model.layers]
         kinds: dict[Layer, int] = {}
         self._kind = [kinds.setdefault(layer, len(kinds)) for layer in model.layers]
@@ -204,7 +213,8 @@ class Estimator:
         constants = sum(self.constants(rows) for rows in row.streams)
         boundaries = {"boundaries": sum(saved) + sum(edges) + constants, "kept": sum(kept)}
         forward = max(self._forward(segment, max(row.streams), plan) for segment in starmap(range, frozen + trained))
-        yield "forward", {**boundaries, "layer": forward}
+        weights = self._weights(frozen + trained, plan)
+        yield "forward", {**boundaries, **weights, "layer": forward}
         yield "head", {**boundaries, **self._head(row, plan)}
         grads = 0.0
         for number, rows in enumerate(row.streams):
@@ -212,6 +222,7 @@ class Estimator:
                 "boundaries": sum(saved[number + 1 :]) + sum(edges[number:]) + constants,
                 "kept": sum(kept[number + 1 :]),
                 "adapter": grads,
+                **weights,
             }
             yield from self._stream_backward(groups, rows, others, kept_from, plan)
             grads = float(sum(self.adapter))
@@ -230,6 +241,7 @@ class Estimator:
                 yield (
                     "backward",
                     {
+                        **others,
                         "boundaries": others["boundaries"] + edge * (number + 1 + place),
                         "kept": others["kept"] + kept,
                         "layer": live,
@@ -237,6 +249,22 @@ class Estimator:
                     },
                 )
                 made += sum(self.adapter[i] for i in segment)
+
+    def _weights(self, segments: Sequence[tuple[int, int]], plan: Plan) -> dict[str, float]:
+        """Bytes of the streamed weights in memory while a segment runs; nothing where the model is there as a whole."""
+        if not self.streamed:
+            return {}
+        largest = max(sum(self.layer_bytes[lo:hi]) for lo, hi in segments)
+        return {"weights": float((2 + plan.lookahead) * largest)}
+
+    def read(self, row: RowShape, plan: Plan) -> int:
+        """Bytes that one row reads of streamed weights: forward, backward, and segments that are run once more."""
+        if not self.streamed:
+            return 0
+        frozen, trained = layer_cuts(len(self.model.layers), plan.segment_size, lowest=self.lowest, keep=plan.keep)
+        again = [bounds for group in grouped(trained, plan.boundaries) for bounds in group[:-1]]
+        runs = [*frozen, *trained, *trained, *again]
+        return len(row.streams) * sum(sum(self.layer_bytes[lo:hi]) for lo, hi in runs)
 
     def _products(self, i: int, rows: int, plan: Plan) -> float:
         """Bytes of a kept layer's linear outputs, without those that work in chunks or route, or end a segment."""

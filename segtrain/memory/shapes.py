@@ -144,7 +144,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """A whole model. `edge`: bytes a token of the hidden states between layers; `bytes`: of all weights."""
+    """A whole model. `edge`: bytes a token of the hidden states between layers; `bytes`: of all weights;
+    `layer_bytes`: of each layer's."""
 
     hidden: int
     vocabulary: int
@@ -152,6 +153,7 @@ class Model:
     bytes: int
     dtype_bytes: int
     edge: float
+    layer_bytes: tuple[int, ...] = ()
     positions: int | None = None
     packed: bool = False
     packed_head: bool = False

@@ -5,8 +5,7 @@ safetensors only and no code that comes with a model runs, unless `trust_remote_
 """
 
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,12 @@ class Loaded:
         return embedding_rows(self.model)
 
 
-def load(path_or_hub_id: str, *, trust_remote_code: bool = False, stream: bool = False) -> Loaded:
-    """Load a local directory or a hub id; with `stream` the layers' weights stay on disk.
+def never(path: Path) -> bool:
+    return False
+
+
+def load(path_or_hub_id: str, *, trust_remote_code: bool = False, stream: Callable[[Path], bool] = never) -> Loaded:
+    """Load a local directory or a hub id. `stream`: from the directory, whether the layers' weights stay on disk.
 
     Raises UserError for what can't be found, read or trained.
     """
@@ -60,10 +63,13 @@ def load(path_or_hub_id: str, *, trust_remote_code: bool = False, stream: bool =
     code = [] if trust_remote_code else ["*.py"]
     path = _local(path_or_hub_id, [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern not in code])
     _check_weights(path)
-    loads = Loads()
-    with replaced(mx, "load", lambda load: loads) if stream else nullcontext():
-        model, config = _model(path, trust_remote_code, lazy=stream)
-    weights = streamed(model, loads, path_or_hub_id) if stream else None
+    if stream(path):
+        loads = Loads()
+        with replaced(mx, "load", lambda load: loads):
+            model, config = _model(path, trust_remote_code, lazy=True)
+        weights = streamed(model, loads, path_or_hub_id)
+    else:
+        (model, config), weights = _model(path, trust_remote_code), None
     tokenizer = _tokenizer(path, config, trust_remote_code)
     loaded = Loaded(model, tokenizer, config, path, weights)
     _check_vocabulary(loaded)
@@ -141,7 +147,7 @@ def _check_weights(path: Path) -> None:
             raise UserError(f"model: {path} lacks {len(missing)} of {len(names)} weight files, such as {missing[0]}")
 
 
-def _model(path: Path, trust_remote_code: bool, *, lazy: bool) -> tuple[nn.Module, dict[str, Any]]:
+def _model(path: Path, trust_remote_code: bool, *, lazy: bool = False) -> tuple[nn.Module, dict[str, Any]]:
     try:
         return load_model(path, lazy=lazy, trust_remote_code=trust_remote_code)
     except SystemExit as error:  # how a model file of mlx-lm says that it needs another package

@@ -224,6 +224,29 @@ class LayerStack:
         """Around all use of layers lo..hi-1, `pure` too: they hold their weights."""
         return self.source.held(lo, hi) if self.source else nullcontext()
 
+    @contextmanager
+    def layer_by_layer(self) -> Iterator[None]:
+        """While the block runs, the model itself can be called: each of its layers holds its weights while it runs."""
+        if self.source is None:
+            yield
+            return
+        originals = [type(layer).__call__ for layer in self.layers]
+
+        def handler(i: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+            with self.holding(i, i + 1):
+                result = originals[i](self.layers[i], *args, **kwargs)
+                mx.eval(
+                    arrays(result), [arrays(dict(vars(leaf))) for leaf in leaves((args, kwargs)) if _is_cache(leaf)]
+                )
+            return result
+
+        self.expect(itertools.cycle((i, i + 1) for i in range(len(self.layers))))
+        try:
+            with intercept(self.layers, handler):
+                yield
+        finally:
+            self.expect(())
+
     def prepared(self, lo: int, hi: int) -> AbstractContextManager[None]:
         """Around one use of layers lo..hi-1, a forward pass or a whole vjp: holds their dense weights if wanted."""
         return dequantized(self.layers[lo:hi]) if self.execution.dequantize else nullcontext()
@@ -423,6 +446,11 @@ def _attention_only(model: nn.Module) -> bool:
 def _rope_by_length(model: nn.Module) -> bool:
     """Whether rotary frequencies depend on the number of rows, so that a prompt's keys differ between its responses."""
     return any(type(module).__name__ == "DynamicNTKScalingRoPE" for _, module in model.named_modules())
+
+
+def _is_cache(leaf: Any) -> bool:
+    """Whether a layer's argument holds what the layer remembers of earlier tokens."""
+    return hasattr(leaf, "update_and_fetch") or hasattr(leaf, "cache")
 
 
 def _cache_names(number: int) -> tuple[str, str]:

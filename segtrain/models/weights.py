@@ -12,6 +12,7 @@ more for each that runs ahead. Reads go straight into the arrays' memory: nothin
 import json
 import os
 import struct
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,12 +23,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from segtrain.errors import RunFailed, UserError
 from segtrain.engine.segments import Bounds
+from segtrain.errors import RunFailed, UserError
 from segtrain.models.alike import Place, places
 
 THREADS = 4  # read at a time: what it takes to reach the speed of a fast disk
 PIECE = 16 << 20  # bytes that one thread reads at a time
+SMALL = 1 << 20  # bytes up to which an array that mlx-lm makes of others stays in memory
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Loads:
         self._headers: dict[str, tuple[File, int, dict[str, Any]]] = {}
 
     def __call__(self, file: str, *args: Any, **kwargs: Any) -> Any:
-        arrays = self._load(file, *args, **kwargs)
+        arrays: Any = self._load(file, *args, **kwargs)
         self._made |= {id(array): (array, file, name) for name, array in arrays.items()}
         return arrays
 
@@ -120,15 +122,18 @@ class Streamed:
             for layer, found in zip(layers, tensors, strict=True)
         ]
         self._tensors = [
-            [found[id(module), key] for module, key in where]
-            for where, found in zip(self._where, tensors, strict=True)
+            [found[id(module), key] for module, key in where] for where, found in zip(self._where, tensors, strict=True)
         ]
         self._lazy = [[module[key] for module, key in where] for where in self._where]
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
         self._stream = mx.new_stream(mx.cpu)  # memory is set aside without waiting for what runs
         self._order: Iterator[Bounds | None] = iter(())
         self._next: _Reading | None = None
-        self.bytes_read = 0
+        self.bytes_read, self.waited = 0, 0.0  # seconds
+
+    @property
+    def layers(self) -> int:
+        return len(self._layers)
 
     def bytes(self, lo: int, hi: int) -> int:
         """Of the weights of layers lo..hi-1."""
@@ -141,7 +146,9 @@ class Streamed:
     @contextmanager
     def held(self, lo: int, hi: int) -> Iterator[None]:
         """While the block runs, layers lo..hi-1 hold their weights. Raises RunFailed where they can't be read."""
+        begun = time.perf_counter()
         arrays = self._arrived((lo, hi)).done()
+        self.waited += time.perf_counter() - begun
         ahead = next(self._order, None)
         self._next = self._read(ahead) if ahead else None
         where = [place for layer in self._where[lo:hi] for place in layer]
@@ -175,10 +182,15 @@ class Streamed:
         pieces = [
             self._pool.submit(_fill, view[at : at + PIECE], tensor.file, tensor.offset + at)
             for array, tensor in zip(arrays, tensors, strict=True)
-            for view in [memoryview(array).cast("B")]
+            for view in [_bytes_of(array)]
             for at in range(0, tensor.bytes, PIECE)
         ]
         return _Reading(wanted, arrays, pieces)
+
+
+def _bytes_of(array: Any) -> memoryview:
+    """The memory of an evaluated array, writable."""
+    return memoryview(array).cast("B") if array.size else memoryview(b"")
 
 
 def _put(where: Sequence[Place], arrays: Sequence[mx.array]) -> None:
@@ -215,14 +227,14 @@ def _fill_from(descriptor: int, view: memoryview, file: File, offset: int) -> No
 def streamed(model: nn.Module, loads: Loads, name: str) -> Streamed:
     """The weights of a lazily loaded model's layers as a source; everything else is evaluated, to stay in memory.
 
-    Raises UserError where a layer's array is not a tensor of the files as it lies there.
+    Raises UserError where a layer's large array is not a tensor of the files as it lies there.
     """
     names = {id(module): path for path, module in model.named_modules()}
     found: list[dict[tuple[int, str], Tensor]] = []
     for layer in model.layers:
         tensors = {(id(m), key): tensor for m, key in places([layer]) if (tensor := loads.tensor(m[key]))}
-        parameters = {(id(m), key) for m, key in places([layer]) if not key.startswith("_")}
-        if made := sorted(f"{names[place[0]]}.{place[1]}" for place in parameters - tensors.keys()):
+        others = [place for place in places([layer]) if (id(place[0]), place[1]) not in tensors]
+        if made := [f"{names[id(m)]}.{key}" for m, key in others if m[key].nbytes > SMALL]:
             raise UserError(
                 f"engine.weights: streamed reads tensors as they lie in the files, and mlx-lm makes {made[0]} of "
                 f"{name} from others; convert the model first: mlx_lm.convert --hf-path {name} --mlx-path NEW"

@@ -216,6 +216,7 @@ class EngineRecipe(Section):
     keep_layers: AutoFrom0 = "auto"  # last layers whose matrix products are kept instead of recomputed
     lookahead: Annotated[Any, _one_of("auto", 0, 1, 2)] = "auto"  # how far segments run ahead of the awaited one
     dequantize: Annotated[Any, _one_of("auto", True, False)] = "auto"  # work on a dense copy of a segment's weights
+    weights: Literal["auto", "resident", "streamed"] = "auto"  # the frozen ones: in memory, or read as layers run
     prefix_sharing: bool = True
     memory_budget: str = "auto"
     wired: bool = True  # Metal: what is in use may not be paged out
@@ -231,6 +232,16 @@ class EngineRecipe(Section):
         if value != "auto":
             parse_bytes(value)
         return value
+
+    @model_validator(mode="after")
+    def _check(self) -> "EngineRecipe":
+        if self.weights == "streamed" and self.backward == "full":
+            raise problems_error(
+                Problem(
+                    "weights", "streamed reads a segment at a time, and full backward has none; leave backward on auto"
+                )
+            )
+        return self
 
 
 class LossRecipe(Section):

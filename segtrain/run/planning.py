@@ -6,28 +6,27 @@ it waits for running work instead of growing, and its cache never takes what a l
 """
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from segtrain.attention import dispatch
 from segtrain.engine.backward import Backward
 from segtrain.engine.layouts import Layout
 from segtrain.errors import RunFailed
 from segtrain.events import Event, Memory, Notice, PlanChosen
-from segtrain.memory import anatomy, choices, machine, rows
+from segtrain.memory import anatomy, choices, rows
 from segtrain.memory.anatomy import Subject
-from segtrain.memory.backends import BACKENDS, Backend, with_buffers
+from segtrain.memory.backends import Backend
 from segtrain.memory.choose import Chooser, Option, longest
 from segtrain.memory.corrections import Corrections, keep, kept, kind
-from segtrain.memory.device import MARGIN, default_budget
-from segtrain.memory.meter import GIB, Meter, frozen_bytes, recommended_bytes, set_limits
+from segtrain.memory.meter import GIB, Meter, frozen_bytes, set_limits
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
 from segtrain.models.tokenwise import FORWARD
+from segtrain.run import streaming
+from segtrain.run.budget import budget_of, own_backend
 from segtrain.run.session import Session
 
 BUCKETS = 8  # lengths are rounded up to an eighth of a power of two, so that plans (and traces) are few
@@ -103,9 +102,10 @@ class Planner:
     def __init__(self, session: Session, meter: Meter, backend: Backend | None = None, sharing: int = 1):
         """`sharing`: ranks of this host, which share its memory unless each has a GPU of its own."""
         self.session, self.meter = session, meter
-        self.backend = backend or _backend()
+        self.backend = backend or own_backend()
         engine = session.recipe.engine
-        self.budget = engine.budget_bytes or _device_budget(self.backend, sharing)
+        self.budget = budget_of(session.recipe, self.backend, sharing)
+        self.reads = streaming.Watch(session.loaded.weights)
         self.chooser = _chooser(session, self.backend)
         self.watch, self.creep = Watch(), Creep()
         self.notices: list[Notice] = []
@@ -196,6 +196,7 @@ class Planner:
         for notice in (reported, self.creep.check(memory.active_gib)):
             if notice is not None:
                 yield notice
+        yield from self.reads.after_step()
         yield from self._drain()
 
     def _learn(self, option: Option, measured_gib: float) -> bool:
@@ -294,19 +295,6 @@ class _Clock:
         return {name: rate} if abs(rate - before) > self.CHANGE * rate else {}
 
 
-def _backend() -> Backend:
-    """That of the default device, with the environment's command buffers and attention as measured."""
-    row = BACKENDS[dispatch.backend().name]  # type: ignore[index]
-    return machine.steered(with_buffers(row, os.environ))
-
-
-def _device_budget(backend: Backend, sharing: int = 1) -> int:
-    """What the device recommends, for each of the ranks that share it. On CUDA each has a GPU of its own."""
-    recommended = recommended_bytes()
-    whole = int(MARGIN * recommended) if recommended else default_budget(backend)
-    return whole if backend.name == "cuda" else whole // sharing
-
-
 def in_short_kernels(option: Option, row: RowShape, backend: Backend) -> Option:
     """`option` with the MLP in chunks where one of its products over all tokens would keep a Mac's display waiting.
 
@@ -323,8 +311,9 @@ def in_short_kernels(option: Option, row: RowShape, backend: Backend) -> Option:
 def _chooser(session: Session, backend: Backend) -> Chooser:
     """The estimate for the model that is loaded: its weights are in memory, so their size is known."""
     subject = Subject(session.loaded.model, session.stack, session.lora)
+    resident, streamed = frozen_bytes(session.loaded.model), session.loaded.weights is not None
     model = anatomy.read(subject, backend.name, session.loaded.config)
-    return choices.chooser(model, backend, session.recipe, resident=frozen_bytes(session.loaded.model))
+    return choices.chooser(model, backend, session.recipe, resident=resident, streamed=streamed)
 
 
 def _bucketed(row: RowShape) -> RowShape:

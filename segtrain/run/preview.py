@@ -77,7 +77,10 @@ def preview(
     backend = machine.steered(target.backend) if target.here else target.backend
     shape = _shapes(source.config, recipe, backend)
     limit = _budget(recipe, budget) or target.budget
-    chooser = choices.chooser(shape, backend, recipe, resident=source.weights)
+    asked = recipe.engine.weights if recipe else "auto"
+    chooser = choices.chooser(shape, backend, recipe, resident=source.weights, streamed=asked == "streamed")
+    if asked == "auto" and choices.too_large(chooser, limit):
+        chooser = choices.chooser(shape, backend, recipe, resident=source.weights, streamed=True)
     if target.here:
         chooser = chooser.corrected(kept(shape, backend.name))
     _require_room(chooser, limit, name)
@@ -118,7 +121,7 @@ class _Case:
     def preview(self, name: str, length: int, limit: int) -> Preview:
         row = self.row(length)
         options = [self._option(row, size, limit) for size in self._sizes()]
-        if self.chooser.settings.backward != "segmented":
+        if self.chooser.settings.backward != "segmented" and not self.chooser.estimator.streamed:
             options.append(self._full(row, limit))
         fastest = self.chooser.fastest(row, self.budget)
         if fastest and fastest.plan.keep:
@@ -126,6 +129,8 @@ class _Case:
         fitting = [option for option in options if option["fits"]]
         best = sparing(fitting, self.budget / GIB, lambda x: x["relative_time"], lambda x: x["peak_gib"])
         notes = [self.lengths.note] if self.lengths.note else []
+        if best and self.chooser.estimator.streamed:
+            notes.append(f"weights are read from disk as layers run: {best['read_gib']:.3g} GiB a row")
         return Preview(
             name,
             length,
@@ -177,6 +182,7 @@ class _Case:
             "peak_gib": round(option.peak / GIB, 4),
             "phases": {name: round(size / GIB, 4) for name, size in option.parts.items() if size},
             "moment": option.moment,
+            **({"read_gib": round(option.read / GIB, 4)} if option.read else {}),
             "relative_time": round(option.relative_time, 3),
             **self._here(option),
             "fits": option.peak <= self.budget,

@@ -16,7 +16,7 @@ def generate(session: Session, recipe: EvalRecipe, step: int) -> Iterator[Sample
     model, tokenizer = session.loaded.model, session.loaded.tokenizer
     model.eval()
     try:
-        with session.lora.dropout_keys.disabled():
+        with session.lora.dropout_keys.disabled(), session.stack.layer_by_layer():
             for prompt in recipe.prompts:
                 pieces = stream_generate(
                     model,

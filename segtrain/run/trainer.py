@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from segtrain.run.references import References
 from segtrain.run.sampling import generate
 from segtrain.run.session import Session, open_session, summary
 from segtrain.run.state import RunState
+from segtrain.run.streaming import announced, streams
 from segtrain.run.updates import Update, Updates
 from segtrain.run.validation import Validation
 from segtrain.run.verdict import verdict
@@ -71,12 +73,18 @@ class Trainer:
                 yield from (Notice(text) for text in run.notices)
                 run.notices.clear()
             yield from (Notice(text) for text in (*ranks.notices, *self.recipe.notices))
-            loaded = load(self.recipe.model, trust_remote_code=self.recipe.trust_remote_code)
+            stream = partial(streams, self.recipe, sharing=ranks.local)
+            loaded = load(self.recipe.model, trust_remote_code=self.recipe.trust_remote_code, stream=stream)
+            yield from announced(self.recipe, loaded.weights) if loaded.weights else ()
             objective = objectives.of_recipe(self.loss, self.recipe)
             data = open_data(self.recipe, loaded.tokenizer, pairs=objective.pairs, rank=ranks.rank, world=ranks.size)
             yield from (Notice(text) for text in _positions(loaded, data, self.recipe))
             session = open_session(self.recipe, objective, loaded)
             if why := why_unproven(loaded.config):
+                if loaded.weights:
+                    raise UserError(
+                        f"{why}, and checking its gradients takes all weights: set engine.weights: resident"
+                    )
                 yield Notice(f"{why}: its gradients are checked first")
                 check_unproven(session)
             yield from _Loop(self, ranks, stop, run, session, data).events()

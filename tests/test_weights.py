@@ -1,0 +1,335 @@
+"""Weights read from disk while their layers run: the same numbers to the bit as from memory, and little of it held."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import tiny_configs
+import tiny_run
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+from test_families import FAST
+
+from segtrain.engine import objectives
+from segtrain.engine.backward import SegmentedBackward, Step
+from segtrain.engine.layouts import Layout, pair, single
+from segtrain.errors import RunFailed, UserError
+from segtrain.events import Event, Notice, Sampled, TrainStep
+from segtrain.lora.layers import attach
+from segtrain.memory import anatomy, choices
+from segtrain.memory.backends import BACKENDS
+from segtrain.models import exceptions
+from segtrain.models.stack import Execution, LayerStack
+from segtrain.models.weights import Loads, Streamed, streamed
+from segtrain.recipe.schema import load_recipe
+from segtrain.run.preview import preview
+from segtrain.run.trainer import Trainer
+from segtrain.storage import checkpoint
+
+TOKENS = [3 + (7 * i * i) % 50 for i in range(21)]
+AS_IT_IS = Execution()
+ROW = single(TOKENS, [True] * len(TOKENS))
+
+
+def stack_of(path: Path, *, stream: bool) -> LayerStack:
+    if not stream:
+        return LayerStack(load_model(path)[0])
+    loads = Loads()
+    with exceptions.replaced(mx, "load", lambda load: loads):
+        model, _ = load_model(path, lazy=True)
+    return LayerStack(model, streamed(model, loads, str(path)))
+
+
+def backward(
+    path: Path, *, stream: bool, objective: objectives.Objective = objectives.sft, execution: Execution = AS_IT_IS,
+    **options: Any,
+) -> SegmentedBackward:  # fmt: skip
+    stack = stack_of(path, stream=stream)
+    lora = attach(stack.model, rank=2, scale=2.0)
+    for slot in lora.slots():
+        if slot.key == "lora_b":
+            slot.module[slot.key] = 0.1 * mx.random.normal(slot.value.shape, key=mx.random.key(len(slot.name)))
+    return SegmentedBackward(stack.executing(execution), lora, objective, **options)
+
+
+def source(engine: SegmentedBackward) -> Streamed:
+    assert engine.stack.source is not None  # type: ignore[attr-defined]
+    return engine.stack.source  # type: ignore[attr-defined]
+
+
+def same(one: Step, other: Step) -> bool:
+    grads = mx.array_equal(one.grads.array, other.grads.array).item()
+    return bool(grads) and one.loss.total.item() == other.loss.total.item()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def llama(folder: Path) -> Path:
+    return tiny_configs.save("llama", folder / "llama")
+
+
+CASES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in tiny_configs.CONFIGS]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_streamed_equals_resident_to_the_bit(name: str, tmp_path: Path) -> None:
+    path = tiny_configs.save(name, tmp_path / "model")
+    held, read = (backward(path, stream=stream).step(ROW) for stream in (False, True))
+    assert same(held, read)
+    assert mx.abs(held.grads.array).max().item() > 0
+
+
+PAIR = pair(TOKENS[:8], TOKENS[8:14], TOKENS[14:])
+WAYS: dict[str, dict[str, Any]] = {
+    "segments of two": {"segment_size": 2},
+    "compiled": {"compiled": True},
+    "compiled, far ahead": {"compiled": True, "lookahead": 2},
+    "products kept": {"keep": 2, "lookahead": 1},
+    "one edge kept": {"boundaries": 1},
+    "chunks": {"execution": Execution(mlp_rows=5)},
+}
+
+
+@pytest.mark.parametrize("layout", [ROW, PAIR], ids=["row", "pair"])
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_every_way_to_run_gives_the_same_bits(options: dict[str, Any], layout: Layout, llama: Path) -> None:
+    objective = objectives.sft if layout is ROW else objectives.orpo()
+    held, read = (backward(llama, stream=stream, objective=objective, **options) for stream in (False, True))
+    for _ in range(2):
+        assert same(held.step(layout), read.step(layout))
+    assert held.evaluate(layout).total.item() == read.evaluate(layout).total.item()
+
+
+def test_packed_weights_and_their_dense_copies(folder: Path) -> None:
+    path = tiny_run.model(folder / "packed", hidden_size=64, intermediate_size=64)
+    model, _ = load_model(path)
+    nn.quantize(model, group_size=32, bits=4)
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    config = {**json.loads((path / "config.json").read_text()), "quantization": {"group_size": 32, "bits": 4}}
+    (path / "config.json").write_text(json.dumps(config))
+    for dense in (False, True):
+        held, read = (backward(path, stream=s, execution=Execution(dequantize=dense)) for s in (False, True))
+        assert same(held.step(ROW), read.step(ROW))
+
+
+def test_each_segment_is_read_once_forward_and_once_backward(llama: Path) -> None:
+    engine = backward(llama, stream=True)
+    weights = source(engine)
+    engine.step(ROW)
+    assert weights.bytes_read == 2 * weights.bytes(0, 4)
+    before = weights.bytes_read
+    engine.evaluate(ROW)
+    assert weights.bytes_read - before == weights.bytes(0, 4)
+
+
+def test_dropped_edges_read_their_segments_again(llama: Path) -> None:
+    engine = backward(llama, stream=True, boundaries=1)
+    weights = source(engine)
+    engine.step(ROW)
+    assert weights.bytes_read == 2 * weights.bytes(0, 4) + weights.bytes(0, 3)
+
+
+def test_the_next_range_is_read_while_one_runs(llama: Path) -> None:
+    weights = source(backward(llama, stream=True))
+    weights.expect([(0, 1), (1, 2), None, (1, 2)])
+    one = weights.bytes(0, 1)
+    with weights.held(0, 1):
+        assert weights.bytes_read == 2 * one
+    with weights.held(1, 2):
+        assert weights.bytes_read == 2 * one  # it was there, and the head comes next
+    with weights.held(1, 2):
+        assert weights.bytes_read == 3 * one
+    with weights.held(3, 4):  # not announced: read all the same
+        assert weights.bytes_read == 4 * one
+
+
+def test_memory_is_that_of_two_layers(tmp_path: Path) -> None:
+    """From the start of loading on; and between steps no layer's weights are held."""
+    layers = 12
+    path = tiny_run.model(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=layers)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    engine = backward(path, stream=True)
+    weights = source(engine)
+    one = weights.bytes(0, 1)
+    engine.step(ROW)
+    outside = 64 * 256 * 4 + 256 * 4
+    grads = 2 * sum(slot.value.nbytes for slot in engine.lora.slots())
+    activations = 1 << 21  # of 20 tokens
+    assert mx.get_peak_memory() - before < 2 * one + outside + 3 * grads + activations < layers * one / 2
+    assert mx.get_active_memory() - before < one + outside + 3 * grads
+
+
+@pytest.mark.parametrize("options", [{}, {"lookahead": 2}, {"compiled": True}], ids=str)
+def test_nothing_keeps_weights_between_steps(options: dict[str, Any], tmp_path: Path) -> None:
+    path = tiny_run.model(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
+    engine = backward(path, stream=True, **options)
+    engine.step(ROW)
+    mx.clear_cache()
+    first = mx.get_active_memory()
+    engine.step(ROW)
+    mx.clear_cache()
+    assert mx.get_active_memory() - first < source(engine).bytes(0, 1) / 2
+
+
+def vanish(path: Path) -> None:
+    path.unlink()
+
+
+def shrink(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def change(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + b"\0")
+    os.utime(path, ns=(0, 0))
+
+
+def unreadable(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+FAULTS = {
+    vanish: "can't be read any more",
+    shrink: "changed while",
+    change: "changed while",
+    unreadable: "changed|read",
+}
+
+
+@pytest.mark.parametrize(("fault", "message"), FAULTS.items(), ids=lambda x: getattr(x, "__name__", ""))
+def test_a_file_that_changes_under_a_run_ends_it(fault: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    path = tiny_configs.save("llama", tmp_path / "model")
+    engine = backward(path, stream=True)
+    engine.step(ROW)
+    fault(path / "model.safetensors")
+    with pytest.raises(RunFailed, match=f"model.safetensors .*({message}).*--resume|{message}"):
+        engine.step(ROW)
+
+
+def test_a_read_that_ends_early_is_no_result(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that gives less than it said."""
+    engine = backward(llama, stream=True)
+    monkeypatch.setattr(os, "preadv", lambda *args: 0)
+    with pytest.raises(RunFailed, match="ends before its tensors do"):
+        engine.step(ROW)
+
+
+def test_short_reads_are_gone_on_with(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = backward(llama, stream=False).step(ROW)
+    original = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: original(fd, [views[0][:1000]], at))
+    assert same(whole, backward(llama, stream=True).step(ROW))
+
+
+def test_arrays_that_mlx_lm_makes_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_configs.save("llama", tmp_path / "model")
+    monkeypatch.setattr("segtrain.models.weights.SMALL", 0)
+    monkeypatch.setattr(
+        "mlx_lm.models.llama.Model.sanitize",
+        lambda self, weights: {k: v.T.T if k.endswith("1.mlp.up_proj.weight") else v for k, v in weights.items()},
+    )
+    with pytest.raises(UserError, match=r"makes model\.layers\.1\.mlp\.up_proj\.weight of .*mlx_lm\.convert"):
+        stack_of(path, stream=True)
+
+
+def trained(path: Path, resume: bool = False) -> list[Event]:
+    return list(Trainer(load_recipe(path), "sft", resume=resume).events())
+
+
+def recipe_file(folder: Path, name: str, **changes: Any) -> Path:
+    path = tiny_run.recipe_file(folder, output__dir=str(folder / name), **changes)
+    return path.rename(folder / f"{name}.yaml")
+
+
+def texts(events: list[Event]) -> str:
+    return "\n".join(event.text for event in events if isinstance(event, Notice))
+
+
+def adapter(folder: Path, name: str) -> bytes:
+    return (folder / name / "adapters.safetensors").read_bytes()
+
+
+def test_a_run_writes_the_same_adapter_and_samples(folder: Path) -> None:
+    options = {"eval__prompts": ["w1 w2"], "eval__max_tokens": 4, "output__eval_every": 3, "lora__dropout": 0.1}
+    valid = {"data__valid": str(folder / "sft-valid.jsonl")}
+    held = trained(recipe_file(folder, "held", **options, **valid))
+    read = trained(recipe_file(folder, "read", engine__weights="streamed", **options, **valid))
+    assert adapter(folder, "held") == adapter(folder, "read")
+    sampled = [[event.text for event in events if isinstance(event, Sampled)] for events in (held, read)]
+    assert sampled[0]
+    assert sampled[0] == sampled[1]
+    assert "as the recipe says" in texts(read)
+    assert "stay on disk" not in texts(held)
+
+
+def test_a_run_whose_model_vanishes_keeps_its_checkpoint_and_goes_on(folder: Path) -> None:
+    trained(recipe_file(folder, "whole", engine__weights="streamed", output__save_every=1))
+    path = recipe_file(folder, "stopped", engine__weights="streamed", output__save_every=1)
+    model, away = folder / "model" / "model.safetensors", folder / "away"
+
+    def until_it_fails() -> None:
+        for event in Trainer(load_recipe(path), "sft").events():
+            if isinstance(event, TrainStep) and event.step == 3:
+                model.rename(away)
+
+    with pytest.raises(RunFailed, match="can't be read any more"):
+        until_it_fails()
+    away.rename(model)
+    assert checkpoint.newest_path(folder / "stopped") is not None
+    trained(path, resume=True)
+    assert adapter(folder, "whole") == adapter(folder, "stopped")
+
+
+def test_auto_streams_where_the_model_does_not_fit(tmp_path: Path) -> None:
+    tiny_run.model(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=16)
+    options = {"engine__memory_budget": "30MB", "train__steps": 1}
+    events = trained(recipe_file(tmp_path, "auto", engine__segment_size="auto", **options))
+    assert "as the model doesn't fit" in texts(events)
+    with pytest.raises(RunFailed, match=r"engine\.weights: streamed"):
+        trained(recipe_file(tmp_path, "resident", engine__weights="resident", **options))
+
+
+def test_a_plan_counts_two_segments_and_what_a_row_reads() -> None:
+    config = {**tiny_run.CONFIG, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16}
+    shape = anatomy.of_config(config, "cpu")
+    held, read = (choices.chooser(shape, BACKENDS["cpu"], None, streamed=streamed) for streamed in (False, True))
+    row = choices.row_of(64, preference=False, shared=False)
+    one, everything = shape.layer_bytes[0], sum(shape.layer_bytes)
+    plan = read.leanest(row).plan
+    ahead = replace(plan, lookahead=2)
+    for each, ranges in ((plan, 2), (ahead, 4)):
+        most = [chooser.estimator.peak(row, each).moments["backward"] for chooser in (held, read)]
+        assert most[0] - most[1] == everything - ranges * one
+    assert read.estimator.read(row, replace(plan, boundaries=None)) == 2 * everything
+    assert read.estimator.read(row, replace(plan, boundaries=1)) == 3 * everything - one
+    assert held.estimator.read(row, plan) == 0
+    assert not any(plan.backward == "full" for plan in read.plans(row))
+
+
+def test_the_preview_says_what_is_read(tmp_path: Path) -> None:
+    tiny_run.model(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=16)
+    found = preview(None, model=str(tmp_path / "model"), seq=64, budget="30MB", device="cpu")
+    assert found.fits
+    assert any("read from disk" in note for note in found.notes)
+    assert all(option["read_gib"] > 0 for option in found.options)
+
+
+def test_full_backward_is_refused() -> None:
+    with pytest.raises(UserError, match=r"engine\.weights: streamed reads a segment at a time"):
+        tiny_run.Recipe.from_mapping(
+            {"model": "m", "data": {"train": "a"}, "engine": {"weights": "streamed", "backward": "full"}}
+        )
