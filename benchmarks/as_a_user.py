@@ -52,7 +52,8 @@ CASES: dict[str, dict[str, Any]] = {
     "8b": case("llama-8b", 8192, mlx_lm=[1], settings={
         "auto": {}, "lean": {"engine.memory_budget": "20.5GB"}, "middle": {"engine.memory_budget": "37GB"}}),
     "8b-streamed": case("llama-8b", 8192, updates=3, mlx_lm=[], settings={
-        "lean": {"engine.weights": "streamed", "engine.memory_budget": "7.0GB"}, "auto": {"engine.weights": "streamed"}}),
+        "lean": {"engine.weights": "streamed", "engine.memory_budget": "7.0GB"},
+        "auto": {"engine.weights": "streamed"}}),
     "8b-streamed-8": case("llama-8b", 8192, rows=8, updates=2, mlx_lm=[], settings={
         "auto": {"engine.weights": "streamed"}}),
     "8b-4bit-streamed": case("llama-8b", 32768, bits=4, updates=3, mlx_lm=[], settings={

@@ -333,3 +333,12 @@ def test_full_backward_is_refused() -> None:
         tiny_run.Recipe.from_mapping(
             {"model": "m", "data": {"train": "a"}, "engine": {"weights": "streamed", "backward": "full"}}
         )
+
+
+def test_a_measured_step_streams_too(tmp_path: Path) -> None:
+    """`plan-segments --measure` where the model doesn't fit."""
+    size = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16}
+    path = tiny_run.model(tmp_path / "model", **size)
+    found = preview(None, model=str(path), seq=64, budget="30MB", measure=True)
+    assert found.measured is not None
+    assert found.measured["peak_gib"] * 2**30 < (path / "model.safetensors").stat().st_size / 2

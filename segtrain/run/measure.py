@@ -27,7 +27,8 @@ def measured_step(
     recipe: Recipe | None, name: str, recommended: dict[str, Any] | None, row: RowShape, chooser: Chooser
 ) -> dict[str, Any]:
     """What one step on `row` took by the recommended plan (`Plan.as_json`), or by the leanest one without it."""
-    loaded = load(name, trust_remote_code=bool(recipe and recipe.trust_remote_code))
+    streamed = chooser.estimator.streamed
+    loaded = load(name, trust_remote_code=bool(recipe and recipe.trust_remote_code), stream=lambda path: streamed)
     dispatch.follow(machine.measured(chooser.estimator.backend))
     plan = _plan(recommended) if recommended else chooser.leanest(row).plan
     lines: list[dict[str, Any]] = []
@@ -78,7 +79,7 @@ def _backward(loaded: Loaded, recipe: Recipe | None, plan: Plan, meter: Meter, *
         options = {"rank": recipe.lora.rank, "scale": recipe.lora.effective_scale, "targets": recipe.lora.targets}
         options |= {"dropout": recipe.lora.dropout, "layers": recipe.lora.layer_range(len(loaded.model.layers))}
     lora = lora_module.attach(loaded.model, **options)
-    stack = LayerStack(loaded.model)
+    stack = LayerStack(loaded.model, loaded.weights)
     return make_backward(plan, stack, lora, objectives.for_rows(pairs=preference), meter)
 
 
