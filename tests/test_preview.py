@@ -154,7 +154,8 @@ def test_what_to_try_is_in_order(model: Path) -> None:
     order = ["engine.backward", "quantised", "engine.weights: streamed", "lora.layers: 16"]
     assert [word in text for word, text in zip(order, choices.remedies(chooser), strict=True)] == [True] * 4
     packed = {**CONFIG, "quantization": {"bits": 4, "group_size": 64}}
-    assert not choices.remedies(choices.chooser(anatomy.of_config(packed, "cpu"), BACKENDS["cpu"], None))
+    chooser = choices.chooser(anatomy.of_config(packed, "cpu"), BACKENDS["cpu"], None, streamed=True)
+    assert not choices.remedies(chooser)
 
 
 def test_a_budget_below_the_model_names_one_that_works(model: Path) -> None:
