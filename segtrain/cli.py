@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from segtrain.recipe.schema import Recipe
 
 DONE, FAILED, MISUSED = 0, 1, 2
+RECIPES = ("recipe.resolved.yaml", "recipe.yaml")  # a run's, the first one that is there
 FIRST_RUN = "no recipe given; `segtrain init` writes one to start from, then: segtrain {command} recipe.yaml"
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, whether typer ships its own copy or not
 
@@ -300,6 +301,46 @@ def export(
     for notice in write(run, out, format_.value):
         typer.echo(notice, err=True)
     typer.echo(f"wrote {out}")
+    return DONE
+
+
+@app.command(
+    name="eval",
+    epilog="\b\nExamples:\n  segtrain eval runs/my-run --base\n"
+    "  segtrain eval runs/my-run --data held-out.jsonl --json",
+)
+def evaluate(
+    run: RunDir,
+    data: Annotated[
+        str | None, typer.Option("--data", help="A file or directory of rows, instead of the recipe's data.test.")
+    ] = None,
+    base: Annotated[bool, typer.Option("--base", help="Beside it, the model without the adapter.")] = False,
+    last: Annotated[bool, typer.Option("--last", help="The last adapter, not the best one.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Evaluate a run's adapter on held-out rows.
+
+    Loss and perplexity, and for preference rows accuracy and margins, of the best adapter that the run has kept.
+    """
+    from segtrain.recipe.schema import load_recipe
+    from segtrain.run.environment import prepare
+
+    file = next((path for name in RECIPES if (path := run / name).is_file()), None)
+    if file is None:
+        raise UserError(f"{run} is no run directory: it has no {RECIPES[-1]}")
+    recipe = load_recipe(file, [f"data.test={json.dumps(data)}"] if data else [])
+    prepare(os.environ, longest=recipe.data.max_seq_length)
+    from segtrain.run.evaluate import evaluate as measure
+    from segtrain.terminal.counter import counter
+    from segtrain.terminal.progress import print_evaluation
+
+    with counter("rows") as count:
+        found = measure(run, recipe, base=base, last=last, progress=count)
+    if found and as_json:
+        typer.echo(json.dumps(found.as_json()))
+    elif found:
+        print_evaluation(found.as_json())
     return DONE
 
 

@@ -25,6 +25,7 @@ COMMANDS = [
     "simpo",
     "cpo",
     "dpo",
+    "eval",
     "plan-segments",
     "check",
     "verify-grads",

@@ -580,7 +580,7 @@ def test_recipes_are_frozen(tmp_path: Path) -> None:
 
 def test_a_test_set_is_said_to_be_left_alone(tmp_path: Path) -> None:
     assert load(tmp_path, MINIMAL, "data.test=t.jsonl").notices == (
-        "data.test is not read in training: only data.valid is evaluated",
+        "data.test is not read in training: `segtrain eval RUN` evaluates it",
     )
 
 

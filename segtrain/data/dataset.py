@@ -31,7 +31,7 @@ from segtrain.data.samples import Sample, Sought, samples_of
 from segtrain.data.sources import Located, locate
 from segtrain.data.tokenizer import Codec, Tokenizer
 from segtrain.errors import UserError
-from segtrain.recipe.schema import DataRecipe, Recipe
+from segtrain.recipe.schema import DataRecipe, Part, Recipe
 
 # Sets up to this size are counted in full when they are opened; of larger ones a sample is.
 EXACT_ROWS, EXACT_BYTES = 2_000, 16 << 20
@@ -238,6 +238,20 @@ def open_data(recipe: Recipe, tokenizer: Tokenizer, *, pairs: bool = False, rank
     return _Opening(recipe, pairs, tokenizer).data(rank, world)
 
 
+def open_fixed(
+    recipe: Recipe, tokenizer: Tokenizer, part: Part, *, pairs: bool
+) -> tuple[Sequence[Row], int, list[str]]:
+    """All usable rows of `data.valid` or `data.test` alone, the tokens of the longest one, and notices.
+
+    Raises UserError, as `open_data` does, and where the recipe names no such rows.
+    """
+    opening = _Opening(recipe, pairs, tokenizer)
+    rows = opening.fixed(part, None)
+    if rows is None:
+        raise UserError(f"data.{part} is empty, and there are none beside data.train: name a file")
+    return rows, opening.fixed_longest, opening.notices
+
+
 class _Opening:
     def __init__(self, recipe: Recipe, pairs: bool, tokenizer: Tokenizer) -> None:
         self.recipe, self.section, self.pairs = recipe, recipe.data, pairs
@@ -245,7 +259,7 @@ class _Opening:
         self.seed = recipe.train.seed
         self.notices: list[str] = []
         self.sought = Sought()
-        self.valid_longest = 0
+        self.fixed_longest = 0
 
     def data(self, rank: int, world: int) -> Data:
         located = locate(self.section, "train")
@@ -254,9 +268,11 @@ class _Opening:
         else:
             feed, counts, rows = self._tabled(located)
         train = TrainRows(feed, self.pipeline, rank, world, rows)
-        valid = self._valid()
+        rows_of_each = self.recipe.eval.rows
+        limit = None if rows_of_each == "all" else int(rows_of_each)
+        valid = self.fixed("valid", limit) if limit != 0 else None
         if valid is not None:
-            counts |= {"valid_rows": len(valid), "valid_longest": self.valid_longest}
+            counts |= {"valid_rows": len(valid), "valid_longest": self.fixed_longest}
         shown = self.sought.row
         sample = samples_of(self.pipeline.encoder.codec, shown)[0] if shown else None
         return Data(train, valid, counts, rows, self.notices, sample)
@@ -350,12 +366,12 @@ class _Opening:
             counts[key] = round(counts[key] * factor)
         return {**counts, "sampled": True}, counts["rows"]
 
-    def _valid(self) -> FixedRows | None:
-        located = locate(self.section, "valid")
-        if not located or self.recipe.eval.rows == 0:
+    def fixed(self, part: Part, limit: int | None) -> FixedRows | None:
+        """The first `limit` rows of a part (None: all) that can be used; None where the recipe has no such part."""
+        located = locate(self.section, part)
+        if not located:
             return None
-        limit = None if self.recipe.eval.rows == "all" else int(self.recipe.eval.rows)
-        raws = self._valid_rows(located, limit)
+        raws = self._fixed_rows(located, limit)
         tally = Tally()
         kept: list[tuple[int, int]] = []
         for number in range(len(raws)):
@@ -364,18 +380,18 @@ class _Opening:
             kept += [(number, part) for part, result in enumerate(results) if isinstance(result, Encoded)]
             if limit is not None and len(kept) >= limit:
                 break
-        name = f"{_names(located)} (validation)"
+        name = f"{_names(located)} ({'validation' if part == 'valid' else part})"
         tally.require_rows(name, self.section.max_seq_length)
         self.notices += tally.notices(name, self.section.max_seq_length)
-        self.valid_longest = tally.longest_kept[0]
+        self.fixed_longest = tally.longest_kept[0]
         return FixedRows(raws, kept[:limit], self.pipeline)
 
-    def _valid_rows(self, located: list[Located], limit: int | None) -> Sequence[Raw] | Table:
+    def _fixed_rows(self, located: list[Located], limit: int | None) -> Sequence[Raw] | Table:
         """All rows by number; when streaming from the hub, the first ones, held in memory."""
         if not self.section.streaming or all(one.kind != "hub" for one in located):
             return Chained([self._table(one) for one in located])
         most = limit or STREAMED_VALID_ROWS
-        self.notices.append(f"streaming: validation takes the first {most:,} rows of each source")
+        self.notices.append(f"streaming: evaluation takes the first {most:,} rows of each source")
         return [raw for one in located for raw in self._first_rows(one, one.in_order(), most)]
 
 

@@ -427,7 +427,7 @@ class Recipe(Section):
 
     def _own_notices(self) -> Iterator[str]:
         if self.data.test:
-            yield "data.test is not read in training: only data.valid is evaluated"
+            yield "data.test is not read in training: `segtrain eval RUN` evaluates it"
         if self.trust_remote_code:
             yield (
                 f"trust_remote_code runs Python code that comes with {self.model}, its tokenizer's and its own; be "

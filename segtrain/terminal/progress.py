@@ -29,6 +29,7 @@ from segtrain.terminal.bench import print_bench
 from segtrain.terminal.check import print_check
 from segtrain.terminal.console import is_live, line_width, make_console, silence, unicode_bars, write
 from segtrain.terminal.doctor import print_doctor
+from segtrain.terminal.evaluation import print_evaluation
 from segtrain.terminal.format import (
     clean,
     clipped,
@@ -50,6 +51,7 @@ __all__ = [
     "print_bench",
     "print_check",
     "print_doctor",
+    "print_evaluation",
     "print_models",
     "print_preview",
     "print_verify",

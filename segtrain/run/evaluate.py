@@ -1,0 +1,150 @@
+"""Evaluation of a run's adapter on rows that were not trained on, beside the model without it.
+
+A row at a time, by the planner's choice for its length, so memory is that of the longest row without backward; ranks
+share the rows. The loss is the run's own. What compares any two models on any loss: perplexity, and for pairs how often
+and by how much the chosen response is likelier per token.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+
+from segtrain.data.dataset import open_fixed
+from segtrain.engine import objectives
+from segtrain.engine.backward import reference_sums
+from segtrain.engine.layouts import CHOSEN, REJECTED, RESPONSE
+from segtrain.engine.objectives import LossValue, Objective, Scores
+from segtrain.errors import UserError
+from segtrain.lora import adapters
+from segtrain.memory.meter import Meter
+from segtrain.models.load import load
+from segtrain.models.positions import check_positions
+from segtrain.parallel.ranks import Ranks, join
+from segtrain.recipe.schema import Recipe
+from segtrain.run.planning import Planner
+from segtrain.run.session import Session, open_session
+from segtrain.storage import checkpoint
+from segtrain.storage.run_directory import best
+
+Progress = Callable[[int, int | None], None]
+LIKELIER, LEAD = "chosen_likelier", "chosen_lead"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`models`: figures by name, for the adapter and, where it was asked for, the base model."""
+
+    run: str
+    command: str
+    adapter: str
+    data: str
+    rows: int
+    tokens: int  # scored ones
+    models: dict[str, dict[str, float]]
+    notices: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def evaluate(run: Path, recipe: Recipe, *, base: bool, last: bool, progress: Progress) -> Evaluation | None:
+    """Evaluate on the recipe's `data.test`; None on ranks that show nothing. Raises UserError."""
+    ranks = join()
+    adapter, command = _adapter(run, last)
+    objective = objectives.of_recipe(command, recipe)
+    params = adapters.read(adapter).params
+    loaded = load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    rows, longest, notices = open_fixed(recipe, loaded.tokenizer, "test", pairs=objective.pairs)
+    notices += check_positions(loaded.config, longest)
+    session = open_session(recipe, objective, loaded)
+    _require_fit(adapter, params, session)
+    session.lora.set(params)
+    sums = [_Sums(objective) for _ in range(1 + base)]
+    planner = Planner(session, Meter(), sharing=ranks.local)
+    for number in range(ranks.rank, len(rows), ranks.size):
+        layout = session.layout(rows[number])
+        for one, (scores, value) in zip(sums, _scored(session, planner, layout, base), strict=True):
+            one.add(scores, value)
+        progress(number + 1, len(rows))
+    for one in sums:
+        one.exchange(ranks)
+    ranks.leave()
+    models = {name: one.figures() for name, one in zip(("adapter", "base"), sums, strict=False)}
+    data = ", ".join(source.path for source in recipe.data.test) or "test rows beside data.train"
+    tokens = round(sums[0].totals["tokens"])
+    found = Evaluation(str(run), command, str(adapter), data, len(rows), tokens, models, notices)
+    return found if ranks.writes else None
+
+
+def _scored(session: Session, planner: Planner, layout: Any, base: bool) -> Iterator[tuple[Scores, LossValue]]:
+    """Scores and loss of one row, with the adapter and then (if `base`) without it."""
+    backward = planner.backward(layout)
+    reference = reference_sums(backward, layout)
+    for context in (nullcontext(), session.lora.disabled())[: 1 + base]:
+        with context:
+            scores = replace(backward.score(layout), reference=reference)
+        yield scores, session.objective.loss(scores)
+
+
+@dataclass
+class _Sums:
+    """What one model's figures are made of, summed over rows."""
+
+    objective: Objective
+    totals: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = ("rows", "loss", "weight", "logp", "count", "tokens", LIKELIER, LEAD, *self.objective.metrics)
+        self.totals = dict.fromkeys(names, 0.0)
+
+    def add(self, scores: Scores, value: LossValue) -> None:
+        answer = CHOSEN if self.objective.pairs else RESPONSE
+        found = {"rows": 1, "loss": value.total, "weight": value.weight, **value.metrics}
+        found |= {"logp": scores.sums[answer], "count": scores.counts[answer]}
+        found["tokens"] = scores.counts[answer] + scores.counts.get(REJECTED, 0)
+        if self.objective.pairs:
+            lead = scores.sums[CHOSEN] / scores.counts[CHOSEN] - scores.sums[REJECTED] / scores.counts[REJECTED]
+            found |= {LIKELIER: lead > 0, LEAD: lead}
+        for name, number in found.items():
+            self.totals[name] += float(cast(float, number.item())) if isinstance(number, mx.array) else float(number)
+
+    def exchange(self, ranks: Ranks) -> None:
+        _, summed = ranks.sum({}, list(self.totals.values()))
+        self.totals = dict(zip(self.totals, summed, strict=True))
+
+    def figures(self) -> dict[str, float]:
+        """Loss by its weight, perplexity by tokens (of pairs: of chosen), the rest by rows."""
+        total = self.totals
+        nats = -total["logp"] / total["count"]
+        found = {"loss": total["loss"] / total["weight"], "perplexity": math.exp(min(nats, 700.0))}
+        names = [LIKELIER, LEAD] * self.objective.pairs + list(self.objective.metrics)
+        return found | {name: total[name] / total["rows"] for name in names}
+
+
+def _adapter(run: Path, last: bool) -> tuple[Path, str]:
+    """The directory of the adapter to take, and the command that trained it. Raises UserError."""
+    newest = checkpoint.newest_path(run)
+    if newest is None:
+        raise UserError(f"{run} holds no checkpoint; give the directory of a run that has saved one")
+    try:
+        command = str(checkpoint.read_manifest(newest)["state"]["loss"])
+    except (checkpoint.Unreadable, KeyError, TypeError) as error:
+        raise UserError(f"{newest} doesn't say which loss its run had: {error}") from error
+    return (None if last else best(run)) or newest, command
+
+
+def _require_fit(adapter: Path, params: Mapping[str, mx.array], session: Session) -> None:
+    """Raises UserError where the adapter has other names or shapes than the recipe's."""
+    expected = {name: tuple(value.shape) for name, value in session.lora.values().items()}
+    found = {name: tuple(value.shape) for name, value in params.items()}
+    odd = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
+    if odd:
+        raise UserError(
+            f"the adapter in {adapter} doesn't fit the run's recipe ({min(odd)}: {found.get(min(odd))}, the recipe's "
+            f"is {expected.get(min(odd))}); put model and lora in the recipe back as they were"
+        )
