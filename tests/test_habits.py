@@ -119,7 +119,11 @@ def test_the_watchdog_is_explained(text: str) -> None:
     def fails(layout: Any) -> Any:
         raise RuntimeError(text)
 
-    session = SimpleNamespace(lora=SimpleNamespace(dropout_keys=SimpleNamespace(row=0)), layout=lambda row: tiny.row(9))
+    session = SimpleNamespace(
+        lora=SimpleNamespace(dropout_keys=SimpleNamespace(row=0)),
+        layout=lambda row: tiny.row(9),
+        referenced=lambda row, layout, backward: layout,
+    )
     running: Any = SimpleNamespace(session=session, choose=lambda layout: SimpleNamespace(step=fails))
     with pytest.raises(RunFailed, match=r"kept the display waiting, on rows.jsonl:3.*caffeinate.*--resume"):
         updates.Updates._step(running, 1, SimpleNamespace(origin="rows.jsonl:3"))  # type: ignore[arg-type]
