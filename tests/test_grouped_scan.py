@@ -3,6 +3,7 @@
 import mlx.core as mx
 import pytest
 
+from segtrain.recurrence import grouped as grouped_module
 from segtrain.recurrence.grouped import MOST, group_of, scan
 
 B, D = 2, 3
@@ -44,6 +45,19 @@ def test_values_gradients_and_state_equal_one_call(tokens, through_state):
     ours = value_and_gradients(grouped(4), args, *cotangents)
     theirs = value_and_gradients(decayed_sum, args, *cotangents)
     assert all(relative_error(a, b) < 1e-6 for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [4, 11])
+def test_groups_compiled_as_on_a_gpu_equal_one_call(tokens, monkeypatch):
+    """All scans share two graphs for each number of tokens in a group."""
+    monkeypatch.setattr(grouped_module, "backend_name", lambda: "cuda")
+    args = inputs(tokens)
+    cotangents = mx.random.normal((B, tokens, D)), mx.random.normal((B, D))
+    theirs = value_and_gradients(decayed_sum, args, *cotangents)
+    for _ in range(2):
+        ours = value_and_gradients(grouped(4), args, *cotangents)
+        assert all(relative_error(a, b) < 1e-6 for a, b in zip(ours, theirs, strict=True))
+    assert grouped_module.passes(decayed_sum)[0] is grouped_module.passes(decayed_sum)[0]
 
 
 def test_a_group_that_starts_from_a_wrong_state_is_seen():

@@ -318,7 +318,7 @@ def test_rows_of_many_groups(name: str, monkeypatch: pytest.MonkeyPatch):
     assert tiny.relative(expected, shared.grads) < 1e-5
 
 
-def test_like_hybrid_layers_share_one_function():
+def test_attention_layers_of_a_hybrid_are_compiled_and_recurrent_ones_compile_their_groups():
     """A linear and a full attention layer in turns; rows of one length add no further function."""
     model = tiny_configs.build("qwen3_5")
     tiny.attach(model)
@@ -326,7 +326,8 @@ def test_like_hybrid_layers_share_one_function():
     for seed in (0, 1):
         tape = stack.begin(tiny.row(12, 4, seed).streams[0])
         keys |= {stack.pure(tape, i, i + 1, shared=True).key for i in range(4)}
-    assert len(keys) == 2
+    assert stack.recurrent == [True, False] * 2
+    assert len(keys - {None}) == 1
 
 
 @pytest.mark.parametrize("compiled", [False, True])

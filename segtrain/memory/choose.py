@@ -128,7 +128,8 @@ class Chooser:
     def full(self, row: RowShape) -> Iterator[Plan]:
         """Ways to run full backward, which never works on dense copies of quantised weights."""
         if not self.settings.dequantize and not self.estimator.streamed:
-            yield Plan("full", segment_size=self.layers, compiled=self._compiled(row))
+            recurrent = any(layer.scans for layer in self.estimator.model.layers)  # scans compile their own groups
+            yield Plan("full", segment_size=self.layers, compiled=self._compiled(row) and not recurrent)
 
     def plans(self, row: RowShape, sizes: Sequence[int] | None = None) -> Iterator[Plan]:
         s = self.settings

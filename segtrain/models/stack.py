@@ -130,6 +130,7 @@ class LayerStack:
         inner = {id(m) for m in quantized_modules(self.layers)}
         self._outer = [m for m in quantized_modules([model]) if id(m) not in inner]  # quantised, but not in a layer
         self.attention_only = _attention_only(model)
+        self.recurrent = _recurrent(model)
         self.shares_prefix = (self.attention_only or restarts(self.layers)) and not _rope_by_length(model)
         learner = _Learner(self.layers)
         self._record(Stream(mx.zeros((1, 4), mx.int32)), learner)
@@ -170,7 +171,7 @@ class LayerStack:
 
     def pure(self, tape: Tape, lo: int, hi: int, *, shared: bool) -> Pure:
         """Layers lo..hi-1 as a function that, if `shared` and possible, serves every range of like layers."""
-        if not shared:
+        if not shared or any(self.recurrent[lo:hi]):  # a recurrence compiles its own groups (`recurrence.grouped`)
             return Pure(None, lambda carry, _: self.run(tape, carry, lo, hi), [])
         key = (self.execution, *(self._kind(tape, i) for i in range(lo, hi)))
         own = [module[name] for i in range(lo, hi) for module, name in self._places[i]]
@@ -441,6 +442,13 @@ def _first_writers(signatures: list[_Signature], crossing: set[str]) -> list[tup
 def _attention_only(model: nn.Module) -> bool:
     """Whether every cache the model asks for holds plain keys and values, so that a `StreamCache` can stand in."""
     return all(type(cache) in (KVCache, RotatingKVCache) for cache in make_prompt_cache(model))
+
+
+def _recurrent(model: nn.Module) -> list[bool]:
+    """By layer, whether it looks back otherwise than by attention; of all layers where caches don't tell which."""
+    plain = [type(cache) in (KVCache, RotatingKVCache) for cache in make_prompt_cache(model)]
+    count = len(list(model.layers))
+    return [not one for one in plain] if len(plain) == count else [not all(plain)] * count
 
 
 def _rope_by_length(model: nn.Module) -> bool:

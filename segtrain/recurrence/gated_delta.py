@@ -36,10 +36,11 @@ from segtrain.recurrence.triangular import unit_lower_inverse
 
 SIZES = {
     "cpu": Sizes(chunk=16, group_bytes=1 << 18),
-    "cuda": Sizes(chunk=64, group_bytes=16 << 20),
+    "cuda": Sizes(chunk=128, group_bytes=18 << 20),
     "metal": Sizes(chunk=32, group_bytes=8 << 20),
 }
-"""CPU's were measured (`benchmarks/recurrences.py`). A group's work takes some twenty times its inputs' bytes."""
+"""CPU's and CUDA's were measured (`benchmarks/recurrences.py`).
+A group's work takes some twenty times its inputs' bytes."""
 
 
 FUSED_HEADS = {"metal": frozenset({(16, 16), (16, 32), (16, 64), (24, 24), (32, 32)})}

@@ -5,14 +5,21 @@ group's start and nothing else; the backward pass goes from the last group to th
 its state, and hands the cotangent of that state to the group before. Groups are chained by `mx.depends`, forward and
 backward, so that one group's arrays are live at a time: MLX would otherwise begin them all, since most of a group's
 work doesn't need the state.
+
+On a GPU a group is a compiled graph, which all groups and layers share. Within a compiled layer the groups would be
+laid out one after the other, and on CUDA what MLX fuses differs from group to group: 8,192 tokens took minutes of
+kernel compilation.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import mlx.core as mx
+
+from segtrain.recurrence.sizes import backend_name
 
 MOST = 128
 """Groups at most: what MLX takes to compile a graph grows faster than the graph (128 groups two seconds, 1,024 two
@@ -66,12 +73,13 @@ class _Groups:
     def forward(self, primals: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
         """Outputs, final state, and the states at the start of every group but the first."""
         sequences, fixed, state = primals[: self.count], primals[self.count : -1], primals[-1]
+        run, _ = passes(self.chunk)
         outputs: list[mx.array] = []
         starts = []
         for lo, hi in self.bounds:
             starts.append(state)
             part = in_turn([x[:, lo:hi] for x in sequences], outputs[-1:])
-            y, state = self.chunk(*part, *fixed, state)
+            y, state = run(*part, *fixed, state)
             outputs.append(y)
         return mx.concatenate(outputs, axis=1), state, *starts[1:]
 
@@ -80,12 +88,13 @@ class _Groups:
     ) -> tuple[mx.array, ...]:
         """Gradients of the primals from the cotangents of the outputs and of the final state."""
         sequences, fixed = primals[: self.count], primals[self.count : -1]
+        _, vjp = passes(self.chunk)
         shares: list[list[mx.array]] = []  # gradients of the sequences, last group first
         totals = [mx.zeros(x.shape, mx.float32) for x in fixed]
         for (lo, hi), start in zip(reversed(self.bounds), reversed([primals[-1], *starts]), strict=True):
             now = [*(x[:, lo:hi] for x in sequences), start, dy[:, lo:hi]]
             *part, start, cotangent = in_turn(now, [dstate, *totals, *(shares[-1] if shares else [])])
-            _, found = mx.vjp(self.chunk, [*part, *fixed, start], [cotangent, dstate])
+            found = vjp([*part, *fixed, start], [cotangent, dstate])
             dstate = found[-1]
             shares.append(found[: self.count])
             totals = [total + share for total, share in zip(totals, found[self.count : -1], strict=True)]
@@ -109,3 +118,22 @@ def group_of(tokens: int, group: int) -> int:
 def in_turn(arrays: list[mx.array], before: list[mx.array]) -> list[mx.array]:
     """`arrays`, available once all of `before` is computed."""
     return mx.depends(arrays, before) if before else arrays
+
+
+def passes(chunk: Chunk) -> tuple[Chunk, Callable[[list[mx.array], list[mx.array]], list[mx.array]]]:
+    """`chunk` and its vjp, (primals, cotangents) -> gradients; each compiled on a GPU."""
+    if backend_name() == "cpu":
+        return chunk, partial(_vjp, chunk)
+    if isinstance(chunk, partial):
+        return _compiled(chunk.func, chunk.args)
+    return _compiled(chunk, ())
+
+
+@lru_cache(maxsize=64)
+def _compiled(function: Chunk, given: tuple) -> tuple[Chunk, Callable]:
+    chunk = partial(function, *given)
+    return mx.compile(chunk), mx.compile(partial(_vjp, chunk))
+
+
+def _vjp(chunk: Chunk, primals: list[mx.array], cotangents: list[mx.array]) -> list[mx.array]:
+    return list(mx.vjp(chunk, primals, cotangents)[1])
