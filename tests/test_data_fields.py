@@ -138,6 +138,10 @@ REFUSED = {
         r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is a string that isn't valid JSON",
     ),
     "kwargs": ({"chat_template_kwargs": 1, "messages": [Q, A]}, "chat_template_kwargs must be an object"),
+    "kwargs of ours": (
+        {"chat_template_kwargs": {"tools": []}, "messages": [Q, A]},
+        r"chat_template_kwargs\.tools is given by segtrain itself",
+    ),
     "weight of a pair": (
         {"weight": 2, "prompt": "q", "chosen": "a", "rejected": "b"},
         "weight has no meaning in a pref",

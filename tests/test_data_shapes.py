@@ -414,6 +414,24 @@ def test_a_switch_given_in_the_recipe_stays(setting):
     assert runs(found.row) == [["yes.<|im_end|>"], ["<think>\n\n</think>\n\nyes.<|im_end|>"]][setting]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("template", "kwargs", "said"),
+    [
+        ("a\n{% for x in messages %}", {}, r"data\.chat_template, line 2: not valid Jinja"),
+        (
+            "{{ messages }}",
+            {"tools": []},
+            r"data\.chat_template_kwargs\.tools is given by segtrain itself; leave it out",
+        ),
+    ],
+)
+def test_a_wrong_template_is_not_blamed_on_a_row(template, kwargs, said):
+    codec = Codec(TOKENIZER)
+    example = Reader().read(Raw(json.dumps({"messages": talk()[:2]}).encode(), HERE))
+    with pytest.raises(UserError, match=f"^{said}"):
+        Encoder(codec, ChatTemplate(codec, template, kwargs), 1000).encode(example, HERE)
+
+
 def test_a_row_can_set_the_templates_arguments():
     shape = NAMED["a switch empties the prompt's thought"]
     row = {"messages": talk()[:2], "chat_template_kwargs": {"enable_thinking": False}}

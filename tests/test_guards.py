@@ -83,6 +83,35 @@ def test_the_third_in_a_row_ends_the_command_with_1(
     assert all(np.isfinite(np.array(value)).all() for value in arrays.values())  # type: ignore[union-attr]
 
 
+def test_a_checkpoint_of_spoilt_weights_is_not_called_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first update spoils the weights; the advice for that case works."""
+    path = tiny_run.recipe_file(tmp_path, train__learning_rate=1e30, output__save_every=1)
+    assert command_line(["sft", str(path)]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "good" not in said
+    assert command_line(["sft", str(path), "--set", "train.learning_rate=1e-3", "--resume", "--force"]) == 1
+    assert "begin anew by --set train.learning_rate=1e+29 --overwrite" in said
+    assert command_line(["sft", str(path), "--set", "train.learning_rate=1e-3", "--overwrite"]) == 0
+
+
+def test_a_checkpoint_before_the_last_good_update_is_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_run.recipe_file(tmp_path, train__steps=20, output__save_every=2)
+    assert command_line(["sft", str(path), "--set", "train.steps=2"]) == 0
+    inner, calls = Updates.next, iter(range(100))
+
+    def one_good(self: Updates, *args: Any) -> Any:
+        if next(calls) == 1:
+            scaled_loss(monkeypatch, float("nan"), *range(1, 13))
+        return inner(self, *args)
+
+    monkeypatch.setattr(Updates, "next", one_good)
+    assert command_line(["sft", str(path), "--resume", "--set", "output.save_every=0"]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.endswith("step-0000002: --set train.learning_rate=0.001 --resume --force goes on from it.")
+
+
 def test_before_the_first_update_the_rate_is_not_blamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,7 +52,7 @@ def learnt_run(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["sft", "check"])
+@pytest.mark.parametrize("command", ["sft", "check", "verify-grads"])
 def test_a_row_beyond_a_learnt_table_is_refused(
     command: str, learnt_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,3 +79,15 @@ def test_rows_are_padded_only_where_that_changes_nothing(name: str, padded: bool
     same = bool(mx.allclose(model(tokens), model(longer)[:, :20], atol=1e-5))
     assert same == (padded or name == "gpt2")
     assert dispatch.align(dispatch.BACKENDS["cuda"]) == 128
+
+
+def test_a_generation_ends_with_a_learnt_table(learnt_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beyond it tokens would be made of memory that isn't the table's."""
+    options = ["--set", "data.max_seq_length=64", "--set", "eval.max_tokens=500", "--set", "train.steps=1", "--set"]
+    long = f"eval.prompts=['{'w1 ' * 120}']"
+    assert command_line(["sft", str(learnt_run), *options, long]) == 0
+    samples = tiny_run.lines(learnt_run.parent / "run", "samples.jsonl")
+    assert [0 < len(sample["text"].split()) <= 8 for sample in samples] == [True]
+    capsys.readouterr()
+    assert command_line(["sft", str(learnt_run), "--overwrite", *options, f"eval.prompts=['{'w1 ' * 128}']"]) == 2
+    assert "128 tokens, which leaves no room for an answer in the 128 positions" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -134,6 +135,15 @@ def test_a_run_goes_on_without_its_output(folder: Path, whole: object, both: boo
     assert "Traceback" not in errors
     assert "BrokenPipe" not in errors
     assert both or errors.count("the run goes on") == 1
+    assert tiny_run.result(path.parent / "run") == whole
+
+
+def test_a_run_goes_on_where_its_streams_were_never_open(folder: Path, whole: object) -> None:
+    """As in `segtrain sft r.yaml <&- >&- 2>&-`: no file of the run takes the numbers of the streams."""
+    path = recipe_file(folder, "never open")
+    line = shlex.join(tiny_run.command("sft", path))
+    done = subprocess.run(f"{line} <&- >&- 2>&-", shell=True, env=tiny_run.ENVIRONMENT, cwd=tiny_run.ROOT, timeout=120)
+    assert done.returncode == 0
     assert tiny_run.result(path.parent / "run") == whole
 
 

@@ -32,6 +32,7 @@ from segtrain.events import (
 from segtrain.models.load import load
 from segtrain.recipe.schema import load_recipe
 from segtrain.run.guards import ALLOWANCE, SLACK, WARM_UP, Growth
+from segtrain.run.sampling import prompts
 from segtrain.run.state import SETTLED, RunningLoss, RunState
 from segtrain.run.trainer import Trainer, total_steps
 from segtrain.run.updates import Updates, is_out_of_memory
@@ -299,6 +300,42 @@ def test_prompts_are_sampled(folder: Path) -> None:
     _, out = run(folder, "samples", data__valid=str(folder / "sft-valid.jsonl"), **changes)
     samples = tiny_run.lines(out, "samples.jsonl")
     assert [(sample["step"], sample["prompt"]) for sample in samples] == [(0, "w1 w2"), (2, "w1 w2")]
+
+
+def test_prompts_are_asked_as_rows_are_shown(folder: Path) -> None:
+    """By the recipe's template and its arguments, which the tokenizer doesn't have."""
+    recipe = tiny_run.recipe(
+        folder,
+        data__chat_template="w7 {{ messages[0].content }}{{ ' w8' if add_generation_prompt }} {{ end }}",
+        data__chat_template_kwargs={"end": "w9"},
+        eval__prompts=["w1 w2"],
+    )
+    loaded = load(recipe.model)
+    ((tokens, _),) = prompts(loaded, recipe)
+    assert loaded.tokenizer.decode(tokens) == "w7 w1 w2 w8 w9"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('no') }}", "eval.prompts: the chat template refuses 'w1 w2': no"),
+        ("{{ messages", "eval.prompts: the chat template refuses"),
+    ],
+)
+def test_a_prompt_that_can_not_be_asked_is_refused_before_anything_runs(
+    template: str, said: str, folder: Path, tmp_path: Path
+) -> None:
+    """Not at the run's end, where its last updates would be lost."""
+    recipe = tiny_run.recipe(
+        folder,
+        output__dir=str(tmp_path / "run"),
+        data__train=str(tiny_run.written(tmp_path / "text.jsonl", [{"text": "w1 w2 w3"}])),
+        data__chat_template=template,
+        eval__prompts=["w1 w2"],
+    )
+    with pytest.raises(UserError, match=said):
+        list(Trainer(recipe).events())
+    assert not (tmp_path / "run").exists()
 
 
 def test_prompts_are_sampled_without_validation_rows_too(folder: Path) -> None:

@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from segtrain.data.formats import Message
+from segtrain.data.formats import OURS, Message
 from segtrain.data.rows import Origin
 from segtrain.data.tokenizer import PYTHON_TEMPLATE, Codec
-from segtrain.errors import UserError
+from segtrain.errors import UserError, reason
 
 MARK = "\ue0f1\ue0f2\ue0f3"  # private-use characters: in no template, and untouched by trimming
 
@@ -42,6 +42,8 @@ class ChatTemplate:
         self.codec, self.tokenizer = codec, codec.tokenizer
         self.source = _template_text(source) if source else None
         self.given = dict(kwargs or {})
+        if name := next(iter(self.given.keys() & OURS), None):
+            raise UserError(f"data.chat_template_kwargs.{name} is given by segtrain itself; leave it out")
 
     @property
     def exists(self) -> bool:
@@ -83,6 +85,14 @@ class ChatTemplate:
                 f"{origin}: this is a chat row, but the model's tokenizer has no chat template (a base model?); give "
                 "one as data.chat_template (Jinja text or a file), use an instruct model, or prompt/completion rows"
             )
+
+    def require_syntax(self, error: BaseException | None) -> None:
+        """Raises UserError where a rendering failed since the template itself is wrong: no row is to blame for that."""
+        if error is not None and type(error).__name__ == "TemplateSyntaxError":
+            place = "data.chat_template" if self.source else "the chat template of the model's tokenizer"
+            raise UserError(
+                f"{place}, line {getattr(error, 'lineno', '?')}: not valid Jinja: {reason(error)}"
+            ) from None
 
     @cached_property
     def _thinking(self) -> dict[str, bool]:

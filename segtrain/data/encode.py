@@ -151,6 +151,7 @@ class Encoder:
         try:
             definition.plain.full  # noqa: B018
         except MaskError as error:
+            self.template.require_syntax(error.__cause__)
             reason = one_line(error.__cause__) if isinstance(error.__cause__, Exception) else str(error)
             raise UserError(f"{origin}: the chat template refuses this row: {reason}") from error
         return definition

@@ -17,6 +17,14 @@ from segtrain.data.raw import Raw, kind
 from segtrain.data.rows import Origin
 from segtrain.errors import UserError
 
+OURS = frozenset(  # arguments that a rendering gets from what calls it
+    (
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+        "return_assistant_tokens_mask",
+    )
+)
+
 Message: TypeAlias = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "documents")
@@ -239,6 +247,8 @@ class _Fields:
         found = self.row.get("chat_template_kwargs") or {}
         if not isinstance(found, dict):
             raise self.error(f"chat_template_kwargs must be an object, not {kind(found)}")
+        if name := next(iter(found.keys() & OURS), None):
+            raise self.error(f"chat_template_kwargs.{name} is given by segtrain itself; leave it out")
         return found
 
     def weight(self, values: Mapping[str, Any], where: str) -> float:

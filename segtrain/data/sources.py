@@ -185,8 +185,9 @@ def _of_files(source: Source, files: list[Path]) -> Located:
 
 def _check_readable(path: Path) -> None:
     try:
-        with open(path, "rb"):
-            pass
+        with open(path, "rb") as file:
+            if not file.seekable():
+                raise UserError(f"{path}: a pipe can be read once only; write its rows to a file, and give that")
     except OSError as error:
         raise UserError(f"{path}: can't be read: {error.strerror}") from None
 

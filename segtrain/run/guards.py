@@ -44,12 +44,21 @@ def _advice(updates: Updates, state: RunState, directory: Path) -> str:
             "weights (`segtrain verify-grads`)"
         )
     rate = updates.session.recipe.train.learning_rate
+    return f"lower train.learning_rate ({rate:g}) or look at these rows. {_way_back(rate, state, directory)}"
+
+
+def _way_back(rate: float, state: RunState, directory: Path) -> str:
+    """From the newest checkpoint, which is known to be good where an update after it was made."""
+    lower = f"--set train.learning_rate={rate / 10:g}"
     newest = checkpoint.newest_path(directory)
     if newest is None:
-        return f"lower train.learning_rate ({rate:g}) or look at these rows. No checkpoint was saved before."
+        return f"No checkpoint was saved before: {lower} --overwrite begins anew."
+    found = f"The newest checkpoint is {newest}: {lower} --resume --force goes on from it"
+    if int(newest.name.rpartition("-")[2]) < state.step - state.bad_steps:
+        return f"{found}."
     return (
-        f"lower train.learning_rate ({rate:g}) or look at these rows. The last good checkpoint is {newest}: "
-        f"--set train.learning_rate={rate / 10:g} --resume --force goes on from it."
+        f"{found}. Where it fails at once, the checkpoint holds what the last update spoilt: remove it to go on from "
+        f"the one before, or begin anew by {lower} --overwrite."
     )
 
 

@@ -65,8 +65,16 @@ class Keeper:
         yield Saved(state.step, path)
 
     def newest(self) -> tuple[checkpoint.Checkpoint | None, list[str]]:
-        """The newest checkpoint that reads well, on every rank, and notices of those that didn't."""
+        """The newest checkpoint that reads well, on every rank, and notices of those that didn't.
+
+        Raises RunFailed, on every rank, where none of them does: to begin anew would replace the run's adapter.
+        """
         found, notices = checkpoint.newest(self.directory) if self.ranks.writes else (None, [])
+        if any(self.ranks.gather("" if found else " ".join(notices[-1:]))):
+            raise RunFailed(
+                f"no checkpoint in {self.directory} can be read, so the run can't go on; its adapter and logs stay as "
+                "they are: give another output.dir, or replace the run by --overwrite"
+            )
         if self.ranks.size > 1:
             sent = self.ranks.broadcast(checkpoint.pack(found) if found else b"")
             found = found or (checkpoint.unpack(sent) if sent else None)

@@ -31,7 +31,7 @@ from segtrain.run.keeper import Keeper
 from segtrain.run.optimizer import Optimizer
 from segtrain.run.planning import Planner
 from segtrain.run.references import References
-from segtrain.run.sampling import generate
+from segtrain.run.sampling import generate, prompts
 from segtrain.run.session import Session, open_session, summary
 from segtrain.run.state import RunState
 from segtrain.run.streaming import announced, streams
@@ -79,6 +79,7 @@ class Trainer:
             objective = objectives.of_recipe(self.loss, self.recipe)
             data = open_data(self.recipe, loaded.tokenizer, pairs=objective.pairs, rank=ranks.rank, world=ranks.size)
             yield from (Notice(text) for text in _positions(loaded, data, self.recipe))
+            prompts(loaded, self.recipe)  # what is wrong with one is said now, not when the run ends
             session = open_session(self.recipe, objective, loaded)
             if why := why_unproven(loaded.config):
                 if loaded.weights:
@@ -299,7 +300,7 @@ class _Loop:
 
     def _samples(self) -> Iterator[Event]:
         if self.run and self.recipe.eval.prompts:
-            for sample in generate(self.session, self.recipe.eval, self.state.step):
+            for sample in generate(self.session, self.state.step):
                 self.run.append_sample({"step": sample.step, "prompt": sample.prompt, "text": sample.text})
                 yield sample
 

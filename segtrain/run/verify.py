@@ -30,6 +30,7 @@ from segtrain.memory.backends import here
 from segtrain.memory.device import default_budget
 from segtrain.models.load import load
 from segtrain.models.plain import PlainForward
+from segtrain.models.positions import check_positions
 from segtrain.recipe.schema import Recipe
 from segtrain.run.session import Session, open_session
 
@@ -72,6 +73,7 @@ def verify_gradients(recipe: Recipe) -> VerifyReport:
     """Compare on a short row of the recipe's data. Raises UserError for what is wrong with model or data."""
     loaded = load(recipe.model, trust_remote_code=recipe.trust_remote_code)
     row, longest = _short_row(recipe, loaded.tokenizer)
+    check_positions(loaded.config, longest)
     objective = objectives.for_rows(pairs=isinstance(row, PreferenceRow), recipe=recipe)
     session = open_session(recipe, objective, loaded)
     report = compare(session, row)
