@@ -1,6 +1,7 @@
 """Tokenizers by name, and data sets of the hub: `datasets.load_dataset` is replaced, since tests have no network."""
 
 import json
+import os
 from itertools import islice
 
 import pytest
@@ -81,6 +82,17 @@ def test_a_stream_is_checked_up_to_a_limit(hub, monkeypatch):
     report = check_data(recipe(train="someone/rows", streaming=True), tokenizer=TOKENIZER)
     assert report.counts["rows"] == 12
     assert "only the first 12 rows of someone/rows were read, since streaming is on" in report.suggestions
+
+
+def test_a_pipe_is_refused_by_name():
+    reader, writer = os.pipe()
+    os.write(writer, b'{"text": "a b"}\n')
+    os.close(writer)
+    try:
+        with pytest.raises(UserError, match=rf"/dev/fd/{reader}: a pipe can be read once only"):
+            opened(f"/dev/fd/{reader}")
+    finally:
+        os.close(reader)
 
 
 def test_a_tokenizer_is_loaded_without_weights(tmp_path):
