@@ -145,7 +145,7 @@ def segtrain(given: dict[str, Any], settings: dict[str, str], model: Path, data:
     command = [sys.executable, "-m", "segtrain", given.get("command", SFT), str(out / "recipe.yaml")]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
-    ended = run(command, out / "segtrain.log", given.get("timeout", TIMEOUT), {})
+    ended = run(command, out / "segtrain.log", given["timeout"], {})
     lines = json_lines(out / "run" / "metrics.jsonl")
     steps = [line for line in lines if line["event"] == "train"]
     plans = [line for line in lines if line["event"] == "plan"]
@@ -168,7 +168,7 @@ def mlx_lm(given: dict[str, Any], batch: int, model: Path, data: Path, out: Path
     if given.get("checkpoint", True):
         command.append("--grad-checkpoint")
     environment = {"READINGS": str(out / "readings.jsonl"), "PYTHONPATH": prepended(out / "recorder")}
-    ended = run(command, out / "mlx_lm.log", given.get("timeout", TIMEOUT), environment)
+    ended = run(command, out / "mlx_lm.log", given["timeout"], environment)
     steps = [line for line in json_lines(out / "readings.jsonl") if "train_loss" in line]
     found = {"ended": ended, "updates": len(steps), "command": " ".join(command[1:])}
     found |= readings(
@@ -232,6 +232,7 @@ def machine() -> dict[str, Any]:
 def measure(given: argparse.Namespace) -> None:
     cases = SMALL if given.small else CASES
     names = given.only or list(cases)
+    cases = {name: {"timeout": given.timeout, **cases[name]} for name in names}
     begun, folder = time.monotonic(), given.folder or Path(tempfile.mkdtemp())
     shapes_left = [cases[name]["shape"] for name in names]
     with given.out.open("a", encoding="utf-8") as out:
@@ -275,6 +276,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="CASE", help=f"some of {', '.join([*CASES, *SMALL])}")
     parser.add_argument("--systems", nargs="+", default=["segtrain", "mlx-lm"], help="whose commands run")
     parser.add_argument("--minutes", type=float, default=1e9, help="no case begins after this many")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds that a command may take")
     parser.add_argument("--folder", type=Path, help="where models are made, and stay")
     parser.add_argument("--out", type=Path, default=Path("as_a_user.jsonl"))
     parser.add_argument("--small", action="store_true", help="tiny models, for a CPU")
