@@ -122,6 +122,32 @@ def test_data_with_the_name_of_a_log_is_not_written(flags: dict[str, bool], tmp_
     assert data.read_text() == "{}\n"
 
 
+@pytest.mark.parametrize("read", ["checkpoints/train.jsonl", "checkpoints/*.jsonl", "link/train.jsonl"])
+def test_what_is_read_from_a_runs_directories_is_not_removed(read: str, tmp_path: Path) -> None:
+    """Data, a template or a model that the user has put there."""
+    path = finished_run(tmp_path / "a")
+    (path / "link").symlink_to("checkpoints")
+    before = tree(path)
+    with pytest.raises(UserError, match=r"this run reads .*, which --overwrite would remove"):
+        RunDirectory(path, overwrite=True, reads=[path / read]).__enter__()
+    assert tree(path) == before
+    with RunDirectory(path, resume=True, reads=[path / read]):
+        pass
+
+
+def test_what_no_run_made_among_checkpoints_is_not_removed(tmp_path: Path) -> None:
+    path = finished_run(tmp_path / "a")
+    (path / "checkpoints" / ".DS_Store").touch()
+    mine = path / "checkpoints" / "mine"
+    mine.mkdir()
+    with pytest.raises(UserError, match=r"checkpoints/mine is none of a run's checkpoints"):
+        RunDirectory(path, overwrite=True).__enter__()
+    mine.rename(path / "mine")
+    with RunDirectory(path, overwrite=True) as run:
+        run.append_metrics({"step": 1})
+    assert tree(path) == ["metrics.jsonl", "mine"]
+
+
 def test_a_dangling_best_counts_too(tmp_path: Path) -> None:
     (tmp_path / "best").symlink_to("checkpoints/gone")
     with pytest.raises(UserError, match="already holds a run"), RunDirectory(tmp_path):

@@ -68,7 +68,12 @@ class Trainer:
             run = None
             if ranks.writes and not self.dry_run:
                 run = stack.enter_context(
-                    RunDirectory(self.recipe.output.dir, self.overwrite, self.resume, reads=self.recipe.files)
+                    RunDirectory(
+                        self.recipe.output.dir,
+                        self.overwrite,
+                        self.resume,
+                        reads=[self.recipe.model, *self.recipe.files],
+                    )
                 )
                 yield from (Notice(text) for text in run.notices)
                 run.notices.clear()

@@ -148,6 +148,13 @@ def steps(run_dir: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
 
 
+def foreign(run_dir: Path) -> list[Path]:
+    """What lies among the checkpoints and is none, hidden files aside."""
+    folder = run_dir / "checkpoints"
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in found if not path.name.startswith(".") and not _STEP.fullmatch(path.name)]
+
+
 def newest_path(run_dir: Path) -> Path | None:
     """The newest checkpoint whose files are all there (their content isn't read)."""
     paths = (directory(run_dir, step) for step in reversed(steps(run_dir)))

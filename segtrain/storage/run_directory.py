@@ -26,6 +26,7 @@ LOGS = ("metrics.jsonl", "memory.jsonl", "samples.jsonl", REFERENCE)
 RECIPE, RESOLVED, BEST, LOCK = "recipe.yaml", "recipe.resolved.yaml", "best", ".lock"
 ROW = "data_row.json"
 MARKS = (*LOGS, BEST, "report.html", "checkpoints")  # any of these makes a directory a run
+DIRECTORIES = ("checkpoints", "tensorboard")
 OWN = (RECIPE, RESOLVED, ROW, *MARKS, checkpoint.ADAPTERS, checkpoint.CONFIG, "tensorboard")
 ADAPTER_FILES = (checkpoint.ADAPTERS, checkpoint.CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 PACKAGES = ("segtrain-mlx", "mlx", "mlx-lm", "transformers")
@@ -108,6 +109,22 @@ class RunDirectory:
         for name in OWN:
             if name != RECIPE and self._is_read(self.path / name):
                 raise UserError(f"output.dir {self.path} holds {name}, which this run reads; give another output.dir")
+        if self._overwrite:
+            self._refuse_to_remove()
+
+    def _refuse_to_remove(self) -> None:
+        """A run's directories go as a whole: not where something is in them that is to be read, or is the user's."""
+        for folder in DIRECTORIES:
+            if inner := [one for one in self._reads if _is_within(one, self.path / folder)]:
+                raise UserError(
+                    f"this run reads {inner[0]}, which --overwrite would remove with the run in {self.path}; move it, "
+                    "or give another output.dir"
+                )
+        if foreign := checkpoint.foreign(self.path):
+            raise UserError(
+                f"{foreign[0]} is none of a run's checkpoints, and --overwrite would remove it with them; move it, or "
+                "give another output.dir"
+            )
 
     def _is_read(self, path: Path) -> bool:
         with contextlib.suppress(OSError, ValueError):
@@ -285,6 +302,11 @@ def best(run: Path) -> Path | None:
 def recipe_file(run: Path) -> Path:
     """Where a run's resolved recipe is."""
     return run / RESOLVED if (run / RESOLVED).is_file() else run / RECIPE
+
+
+def _is_within(path: Path, folder: Path) -> bool:
+    """Links followed on both sides. `path` may be a pattern."""
+    return Path(os.path.realpath(path.expanduser())).is_relative_to(os.path.realpath(folder))
 
 
 def _is_resolved(path: Path) -> bool:
