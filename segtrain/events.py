@@ -71,6 +71,7 @@ class TrainStep:
     step_seconds: float
     memory: Memory
     metrics: Mapping[str, float] = field(default_factory=dict)
+    padding_tokens: int = 0  # filler that was computed on top of `tokens`
 
     @property
     def tokens_per_second(self) -> float:
@@ -84,6 +85,7 @@ class TrainStep:
             "learning_rate": self.learning_rate,
             "grad_norm": self.grad_norm,
             "tokens": self.tokens,
+            "padding_tokens": self.padding_tokens,
             "supervised_tokens": self.supervised_tokens,
             "tokens_per_second": self.tokens_per_second,
             "step_seconds": self.step_seconds,

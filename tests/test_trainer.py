@@ -221,9 +221,9 @@ def test_each_row_once_an_epoch(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     seen: list[int] = []
     inner = Updates._accumulate
 
-    def watched(self: Updates, update: Any, number: int, row: Any) -> None:
-        seen.append(row.origin.line)
-        inner(self, update, number, row)
+    def watched(self: Updates, update: Any, rows: Any) -> None:
+        seen.extend(row.origin.line for _, row in rows)
+        inner(self, update, rows)
 
     monkeypatch.setattr(Updates, "_accumulate", watched)
     run(folder, "epoch", train__steps=24)

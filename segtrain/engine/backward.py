@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 
-from segtrain.engine.head import PADDED_ROWS, Scorer, cotangent, log_softmax_at, padded_rows, score, scorer
+from segtrain.engine.head import PADDED_ROWS, Scorer, cotangent, flattened, log_softmax_at, padded_rows, score, scorer
 from segtrain.engine.layouts import Layout, Span, Stream
 from segtrain.engine.objectives import LossValue, Objective, Scores, Sums, value_and_grad
 from segtrain.engine.segments import HIDDEN, Bounds, Segment, grouped, layer_cuts, split
@@ -38,8 +38,8 @@ from segtrain.lora.layers import Lora, Slot, swapped
 
 Carry: TypeAlias = dict[str, mx.array]
 Products: TypeAlias = dict[Segment, list[mx.array]]
-Scored: TypeAlias = dict[str, tuple[mx.array, mx.array, mx.array]]
-"""By span: rows [M], targets [M], and weights [M] that are 0 for filler."""
+Scored: TypeAlias = dict[str, tuple[mx.array, mx.array, mx.array, mx.array]]
+"""By span: rows [M], targets [M], weights [M] that are 0 for filler, and owners [M] as in `Span`."""
 Meter: TypeAlias = Callable[[str, int], AbstractContextManager[None]]
 """(phase, stream number) -> a context around that phase: where memory and time are read."""
 
@@ -84,7 +84,10 @@ class Stack(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """The loss of one row, and the gradient of its *total* (not yet divided by its weight) by parameter name."""
+    """The loss of one row, and the gradient of its *total* (not yet divided by its weight) by parameter name.
+
+    Of B rows that run together: the losses [B], and the gradient of the sum of their totals.
+    """
 
     loss: LossValue
     grads: FlatArrays
@@ -431,7 +434,7 @@ class FullBackward:
         params = self.lora.flat()
         self.lora.dropout_keys.stream = 0
         with self.meter("step", 0):
-            (loss, metrics), grads = self._run(layout, params.array, *inputs)
+            (_, loss, metrics), grads = self._run(layout, params.array, *inputs)
             mx.eval(loss, metrics, grads)
         return Step(LossValue(loss, self._weight(layout), metrics), params.with_array(grads))
 
@@ -456,12 +459,12 @@ class FullBackward:
         return self.traces(("full", self.objective, spans, streams), function, *inputs)
 
     def _function(self, layout: Layout) -> Callable:
-        """(flat parameters, *inputs) to ((loss, metrics), flat gradients)."""
+        """(flat parameters, *inputs) to ((loss, losses, metrics), flat gradients)."""
 
         def function(params: mx.array, *inputs: Any) -> Any:
             lora, slots, views = self.lora, self.lora.flat_slots, self.lora.flat_layout.views
 
-            def total(masters: list[mx.array], casts: list[mx.array]) -> tuple[mx.array, dict[str, mx.array]]:
+            def total(masters: list[mx.array], casts: list[mx.array]) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
                 with swapped(slots, masters), lora.casts.at_hand(slots, casts):
                     return self._total(layout, *inputs)
 
@@ -481,20 +484,23 @@ class FullBackward:
         scored: Scored,
         counts: dict[str, mx.array],
         reference: Sums,
-    ) -> tuple[mx.array, dict[str, mx.array]]:
-        """The loss with everything that varies from row to row among the arguments; `layout` gives the structure."""
+    ) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
+        """The loss, by training row too, with everything that varies from row to row among the arguments; `layout`
+        gives the structure.
+        """
         value = self.objective.loss(Scores(self._sums(layout, tokens, scored), counts, reference))
-        return value.total, value.metrics
+        return value.total.sum(), value.total, value.metrics
 
     def _sums(self, layout: Layout, tokens: list[mx.array], scored: Scored) -> dict[str, mx.array]:
         sums = {}
         for number, stream in enumerate(layout.streams):
             self.lora.dropout_keys.stream = number
-            logits = self.stack.whole(replace(stream, tokens=tokens[number]))
-            for name, (rows, targets, weights) in scored.items():
-                if layout.spans[name].stream == number:
+            logits = flattened(self.stack.whole(replace(stream, tokens=tokens[number])))
+            for name, (rows, targets, weights, owners) in scored.items():
+                span = layout.spans[name]
+                if span.stream == number:
                     picked = logits if layout.scores_all(name) else mx.take(logits, rows, axis=-2)
-                    sums[name] = (log_softmax_at(picked, targets) * weights).sum()
+                    sums[name] = span.sums(log_softmax_at(picked, targets) * weights, owners)
         return sums
 
     def _inputs(
@@ -505,12 +511,12 @@ class FullBackward:
         scored = {
             name: padded_rows(span, 1 if layout.scores_all(name) else multiple) for name, span in layout.spans.items()
         }
-        counts = {name: mx.array(float(n)) for name, n in _counts(layout).items()}
+        counts = {name: mx.array(n, dtype=mx.float32) for name, n in _counts(layout).items()}
         return tokens, scored, counts, dict(reference)
 
-    def _weight(self, layout: Layout) -> float:
+    def _weight(self, layout: Layout) -> float | mx.array:
         zeros = {name: mx.array(0.0) for name in layout.spans}
-        return float(self.objective.loss(Scores(zeros, _counts(layout), zeros)).weight)
+        return self.objective.loss(Scores(zeros, _counts(layout), zeros)).weight
 
 
 def reference_sums(backward: Backward, layout: Layout) -> Sums:
@@ -523,7 +529,7 @@ def reference_sums(backward: Backward, layout: Layout) -> Sums:
         return backward.score(layout).sums
 
 
-def _counts(layout: Layout) -> dict[str, float]:
+def _counts(layout: Layout) -> dict[str, Any]:
     return {name: span.count for name, span in layout.spans.items()}
 
 

@@ -16,6 +16,7 @@ Shapes: `h` [..., T, H] hidden states that leave the last layer; `M` scored rows
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -33,7 +34,8 @@ Scorer: TypeAlias = Callable[..., list[mx.array]]
 
 @dataclass(frozen=True)
 class SpanScore:
-    """`logp`: sum of the span's token log-probs, float32. `units`: d(sum)/dh per chunk, each [..., M', H]."""
+    """`logp`: sum of the span's token log-probs, float32, by training row as `Span.sums`. `units`: d(sum)/dh per
+    chunk, each [..., 1, M', H]."""
 
     logp: mx.array
     units: list[mx.array]
@@ -42,7 +44,8 @@ class SpanScore:
 def scorer(logits: Logits, *, gradient: bool) -> Scorer:
     """A function of hidden states [..., M', H], targets [M'] and weights [M'] or None.
 
-    It gives the weighted sum of log-probs, float32, and the gradient with respect to the hidden states, if wanted.
+    It gives the weighted log-probs [M'], float32, and their sum's gradient with respect to the hidden states, if
+    wanted.
     """
 
     def rows(h: mx.array, targets: mx.array, weights: mx.array | None = None) -> list[mx.array]:
@@ -50,13 +53,13 @@ def scorer(logits: Logits, *, gradient: bool) -> Scorer:
         lse = mx.logsumexp(z.astype(mx.float32), axis=-1, keepdims=True)
         logp = mx.take_along_axis(z, at, axis=-1).astype(mx.float32) - lse
         weight = mx.ones_like(logp) if weights is None else weights[None, :, None]
-        total = (logp * weight).sum()
+        weighted = (logp * weight).reshape(-1)
         if not gradient:
-            return [total]
+            return [weighted]
         minus_p = -mx.exp(z.astype(mx.float32) - lse)
         dz = (minus_p if weights is None else minus_p * weight).astype(z.dtype)
         dz = mx.put_along_axis(dz, at, ((1 - mx.exp(logp)) * weight).astype(z.dtype), axis=-1)
-        return [total, *mx.vjp(lambda x: [logits(x)], [h], [dz])[1]]
+        return [weighted, *mx.vjp(lambda x: [logits(x)], [h], [dz])[1]]
 
     return rows
 
@@ -77,10 +80,12 @@ def score(
     `scorer`.
     """
     rows_scorer = compiled or scorer(logits, gradient=gradient)
-    total, units = mx.array(0.0), []
+    total, units, done, h = mx.array(0.0), [], 0, flattened(h)
+    owners = span.owners if span.sizes else None
     for rows, *given in _chunks(span, chunk, PADDED_ROWS if compiled else None):
         logp, *unit = rows_scorer(mx.take(h, rows, axis=-2), *given)
-        total = total + logp
+        total = total + span.sums(logp, None if owners is None else _padded(owners[done : done + len(rows)], len(rows)))
+        done += len(rows)
         units += unit
         evaluate([total, *unit])
     return SpanScore(total, units)
@@ -88,12 +93,32 @@ def score(
 
 def cotangent(h: mx.array, spans: list[tuple[Span, list[mx.array], mx.array]]) -> mx.array:
     """dL/dh from each span's unit gradient and dL/d(sum): zero where nothing is scored. Shape and dtype of `h`."""
-    dh = mx.zeros_like(h)
+    dh = flattened(mx.zeros_like(h))
     for span, units, slope in spans:
-        scaled = [(slope * unit).astype(h.dtype) for unit in units]
-        rows = mx.pad(span.rows, (0, sum(unit.shape[-2] for unit in units) - len(span)))
-        dh = dh.at[..., rows, :].add(mx.concatenate(scaled, axis=-2))
-    return dh
+        count = sum(unit.shape[-2] for unit in units)
+        slopes = _by_chunk(span, slope, units)
+        scaled = [(slope * unit).astype(h.dtype) for slope, unit in zip(slopes, units, strict=True)]
+        dh = dh.at[..., _padded(span.rows, count), :].add(mx.concatenate(scaled, axis=-2))
+    return dh.reshape(h.shape)
+
+
+def _by_chunk(span: Span, slope: mx.array, units: list[mx.array]) -> list[mx.array]:
+    """What each chunk's unit gradient is multiplied with: the slope of the sum, or of each target's [M', 1]."""
+    if not span.sizes:
+        return [slope] * len(units)
+    edges = list(accumulate((unit.shape[-2] for unit in units), initial=0))
+    by_target = mx.take(slope, _padded(span.owners, edges[-1]))[:, None]
+    return [by_target[lo:hi] for lo, hi in pairwise(edges)]
+
+
+def flattened(h: mx.array) -> mx.array:
+    """Hidden states [..., B, T, H] as [..., 1, B * T, H]: the rows that a span's numbers count."""
+    return h.reshape(*h.shape[:-3], 1, -1, h.shape[-1]) if h.ndim > 2 else h
+
+
+def _padded(numbers: mx.array, count: int) -> mx.array:
+    """`numbers` [M] with zeros at the end: `count` in all."""
+    return mx.pad(numbers, (0, count - numbers.shape[0]))
 
 
 def log_softmax_at(z: mx.array, targets: mx.array) -> mx.array:
@@ -102,13 +127,13 @@ def log_softmax_at(z: mx.array, targets: mx.array) -> mx.array:
     return mx.take_along_axis(z, targets[None, :, None], axis=-1).squeeze(-1) - mx.logsumexp(z, axis=-1)
 
 
-def padded_rows(span: Span, multiple: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Rows and targets [M'] with M' a multiple, and weights that are 0 for the filler."""
+def padded_rows(span: Span, multiple: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Rows and targets [M'] with M' a multiple, weights that are 0 for the filler, and owners."""
     extra = -len(span) % multiple
-    rows, targets = (mx.pad(x, (0, extra)) for x in (span.rows, span.targets))
+    rows, targets, owners = (mx.pad(x, (0, extra)) for x in (span.rows, span.targets, span.owners))
     if span.weights is not None:
-        return rows, targets, mx.pad(span.weights, (0, extra))
-    return rows, targets, (mx.arange(len(span) + extra) < len(span)).astype(mx.float32)
+        return rows, targets, mx.pad(span.weights, (0, extra)), owners
+    return rows, targets, (mx.arange(len(span) + extra) < len(span)).astype(mx.float32), owners
 
 
 def _chunks(span: Span, size: int, multiple: int | None) -> Iterator[tuple[mx.array, ...]]:
@@ -120,6 +145,6 @@ def _chunks(span: Span, size: int, multiple: int | None) -> Iterator[tuple[mx.ar
     if multiple:
         count = -(-len(span) // max(size, multiple))
         size = -(-len(span) // (count * multiple)) * multiple
-        parts = padded_rows(span, size)
+        parts = padded_rows(span, size)[:3]
     for lo in range(0, parts[0].shape[0], size):
         yield tuple(part[lo : lo + size] for part in parts)

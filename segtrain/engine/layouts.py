@@ -1,13 +1,14 @@
 """Layouts: what a training row looks like to the model.
 
 A `Stream` is one forward pass. A `Span` names rows of a stream to score and the tokens they should predict. A
-`Layout` is both. The three builders below are the only layouts there are:
+`Layout` is both. The three builders below are the only layouts there are (`groups.together` runs several at once):
 
 - `single`: one stream, one span (supervised fine-tuning);
 - `pair`: two streams, chosen and rejected (ORPO);
 - `shared_prefix`: one stream `[prompt; chosen; rejected]`, in which the prompt is computed once.
 
-Shapes: `T` rows of a stream, `M` scored rows of a span. Token ids are int32.
+Shapes: `B` training rows that run together, 1 from these builders; `T` rows of a stream, `M` scored rows of a span.
+Token ids are int32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ RESPONSE, PROMPT, CHOSEN, REJECTED = "response", "prompt", "chosen", "rejected"
 
 @dataclass(frozen=True)
 class Stream:
-    """One forward pass: `tokens` [1, T] and who sees whom.
+    """One forward pass: `tokens` [B, T], of which `padding` are filler, and who sees whom.
 
     Without `branches`, row i sees rows j <= i, at positions 0..T-1. With `branches` (lengths that, with `prefix`, add
     up to T) the rows are a common prefix followed by independent continuations: a branch sees the prefix and its own
@@ -30,9 +31,14 @@ class Stream:
     tokens: mx.array
     prefix: int = 0
     branches: tuple[int, ...] = ()
+    padding: int = 0
 
     def __len__(self) -> int:
         return int(self.tokens.shape[1])
+
+    @property
+    def batch(self) -> int:
+        return int(self.tokens.shape[0])
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -45,20 +51,39 @@ class Stream:
 
 @dataclass(frozen=True)
 class Span:
-    """Score `rows` [M] of stream number `stream` against `targets` [M]; `weights` [M], float32, or each counts 1."""
+    """Score `rows` [M] of stream number `stream` against `targets` [M]; `weights` [M], float32, or each counts 1.
+
+    Of a stream with B training rows, row number b * T + t is row t of the b-th. Then `sizes` says how many targets each
+    of them has, one after the other, and sums are by training row: [B] instead of a scalar.
+    """
 
     stream: int
     rows: mx.array
     targets: mx.array
     weights: mx.array | None = None
+    sizes: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return int(self.rows.shape[0])
 
     @property
-    def count(self) -> float:
-        """The sum of the weights: how many targets there are where each counts 1."""
+    def count(self) -> float | mx.array:
+        """The sum of the weights: how many targets there are where each counts 1. [B] where `sizes` are given."""
+        if self.sizes:
+            return self.sums(mx.ones((len(self),)) if self.weights is None else self.weights)
         return len(self) if self.weights is None else float(self.weights.sum())
+
+    @property
+    def owners(self) -> mx.array:
+        """The number of each target's training row, [M]."""
+        return _ids([row for row, size in enumerate(self.sizes or (len(self),)) for _ in range(size)])
+
+    def sums(self, values: mx.array, owners: mx.array | None = None) -> mx.array:
+        """The sum of `values` [M'], of the targets of `owners` [M'] (all by default): a scalar, or [B] with `sizes`."""
+        if not self.sizes:
+            return values.sum()
+        mine = (self.owners if owners is None else owners) == mx.arange(len(self.sizes))[:, None]
+        return mx.where(mine, values, 0.0).sum(axis=-1)
 
 
 @dataclass(frozen=True)
@@ -74,7 +99,17 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        return sum(len(stream) for stream in self.streams)
+        """Without filler."""
+        return sum(stream.batch * len(stream) for stream in self.streams) - self.padding
+
+    @property
+    def padding(self) -> int:
+        return sum(stream.padding for stream in self.streams)
+
+    @property
+    def rows(self) -> int:
+        """Training rows that run together."""
+        return self.streams[0].batch
 
     @property
     def scored(self) -> int:
@@ -83,7 +118,8 @@ class Layout:
     def scores_all(self, name: str) -> bool:
         """Whether span `name` scores every row of its stream, in order: there is nothing to pick."""
         span = self.spans[name]
-        return len(span) == len(self.streams[span.stream])
+        stream = self.streams[span.stream]
+        return len(span) == stream.batch * len(stream)
 
 
 def single(tokens: Sequence[int], supervised: Sequence[bool], weights: Sequence[float] | None = None) -> Layout:
@@ -158,7 +194,7 @@ def _padded(stream: Stream, multiple: int) -> Stream:
         return stream
     tokens = mx.concatenate([stream.tokens, mx.zeros((1, extra), stream.tokens.dtype)], axis=1)
     branches = (*stream.branches[:-1], stream.branches[-1] + extra) if stream.branches else ()
-    return Stream(tokens, stream.prefix, branches)
+    return Stream(tokens, stream.prefix, branches, stream.padding + extra)
 
 
 def _check_pair(prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int]) -> None:

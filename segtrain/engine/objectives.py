@@ -1,8 +1,9 @@
 """Objectives: what is minimised, one entry each. The rest of segtrain asks the entry and knows no loss by name.
 
 A loss is a pure function of the spans' log-probabilities. It sees each span's *sum* of token log-probs (float32
-scalar) and its token count. So its gradient is one number per span, and the head needs a single pass: it keeps each
-span's unit gradient d(sum)/dh and scales it afterwards.
+scalar) and its token count, or of B rows that run together all of theirs, [B]: it works element by element. So its
+gradient is one number per span, and the head needs a single pass: it keeps each span's unit gradient d(sum)/dh and
+scales it afterwards.
 
 A value is a total with a weight: an update divides the totals (and gradients) of its rows by the sum of their
 weights. For `sft` the weight is the number of supervised tokens, so accumulation gives the mean over tokens, not a
@@ -39,7 +40,7 @@ Counts: TypeAlias = Mapping[str, float] | Mapping[str, mx.array]
 
 @dataclass(frozen=True)
 class LossValue:
-    """`total` / `weight` is the loss; `metrics` are float32 scalars, averaged over rows."""
+    """`total` / `weight` is the loss; `metrics` are float32 scalars, averaged over rows. [B] for B rows together."""
 
     total: mx.array
     weight: float | mx.array  # as the counts are
@@ -231,6 +232,6 @@ def value_and_grad(objective: Objective, scores: Scores) -> tuple[LossValue, dic
     """The loss, and its gradient with respect to each span's sum."""
 
     def total(sums: dict[str, mx.array]) -> mx.array:
-        return objective.loss(replace(scores, sums=sums)).total
+        return objective.loss(replace(scores, sums=sums)).total.sum()
 
     return objective.loss(scores), mx.grad(total)(dict(scores.sums))

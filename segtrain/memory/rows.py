@@ -9,6 +9,13 @@ class _Sized(Protocol):
     def __len__(self) -> int: ...
 
 
+class _Stream(_Sized, Protocol):
+    @property
+    def batch(self) -> int: ...
+    @property
+    def branches(self) -> Sequence[int]: ...
+
+
 class _Span(_Sized, Protocol):
     @property
     def stream(self) -> int: ...
@@ -16,7 +23,7 @@ class _Span(_Sized, Protocol):
 
 class _Layout(Protocol):
     @property
-    def streams(self) -> Sequence[_Sized]: ...
+    def streams(self) -> Sequence[_Stream]: ...
     @property
     def spans(self) -> Mapping[str, _Span]: ...
 
@@ -52,10 +59,14 @@ def shared(prompt: int, chosen: int, rejected: int, *, score_prompt: bool = True
 
 
 def of_layout(layout: _Layout) -> RowShape:
-    """The shape of a `Layout`, of which only lengths are read."""
+    """The shape of a `Layout`, of which only lengths are read.
+
+    B rows together count as one of all their tokens, which bounds them: they see no more of each other's.
+    """
     scored = [
         tuple(len(span) for span in layout.spans.values() if span.stream == number)
         for number in range(len(layout.streams))
     ]
-    branches = getattr(layout.streams[0], "branches", ())
-    return RowShape(tuple(map(len, layout.streams)), tuple(scored), tuple(branches))
+    lengths = tuple(stream.batch * len(stream) for stream in layout.streams)
+    first = layout.streams[0]
+    return RowShape(lengths, tuple(scored), tuple(first.batch * length for length in first.branches))

@@ -38,14 +38,15 @@ def _routes(module: nn.Module) -> bool:
 
 @contextmanager
 def chunked(modules: Sequence[nn.Module], rows: int) -> Iterator[None]:
-    """While the block runs, `modules` work on at most `rows` tokens at a time. Exact; x is [..., T, H]."""
+    """While the block runs, `modules` work on at most `rows` tokens at a time. Exact; x is [B, T, H]."""
     originals = [type(module).__call__ for module in modules]
 
     def handler(i: int, args: tuple, kwargs: dict[str, Any]) -> mx.array:
         x, *rest = args
-        if rest or kwargs or x.shape[-2] <= rows:
+        each = max(1, rows // x.shape[0]) if x.ndim > 2 else rows  # B rows take theirs at the same time
+        if rest or kwargs or x.shape[-2] <= each:
             return originals[i](modules[i], *args, **kwargs)
-        return _chunked_call(modules[i], originals[i], x, rows)
+        return _chunked_call(modules[i], originals[i], x, each)
 
     with intercept(modules, handler):
         yield

@@ -218,6 +218,7 @@ class EngineRecipe(Section):
     dequantize: Annotated[Any, _one_of("auto", True, False)] = "auto"  # work on a dense copy of a segment's weights
     weights: Literal["auto", "resident", "streamed"] = "auto"  # the frozen ones: in memory, or read as layers run
     prefix_sharing: bool = True
+    rows_together: AutoFrom1 = "auto"  # rows of an update in one forward and backward pass, at most
     memory_budget: str = "auto"
     wired: bool = True  # Metal: what is in use may not be paged out
 

@@ -8,10 +8,11 @@ it waits for running work instead of growing, and its cache never takes what a l
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from segtrain.engine import groups
 from segtrain.engine.backward import Backward
 from segtrain.engine.layouts import Layout
 from segtrain.errors import RunFailed
@@ -31,8 +32,12 @@ from segtrain.run.session import Session
 
 BUCKETS = 8  # lengths are rounded up to an eighth of a power of two, so that plans (and traces) are few
 WAITING_BYTES, WAITING_SHARE = 320 << 20, 0.15  # at most: what is allocated on top of a limit, in a tight plan
+ROOM = 0.9  # of the tokens that fit as one row, which may be scored on other tokens than a group of rows is
 CACHE_BYTES = 64 << 20  # freed memory that is kept for use again although the plan needs less than that
 QUIET_BYTES = 100 << 20  # below it nobody asks where memory goes
+# Rows together: a pass costs as much as so many tokens more than it has, and above so many no GPU gets faster.
+PASS_TOKENS = {"cpu": 8, "cuda": 512, "metal": 256}
+FULL_TOKENS = {"cpu": 1024, "cuda": 8192, "metal": 4096}
 CREEP_STEPS, CREEP_SHARE, CREEP_BYTES = 20, 0.01, 16 << 20
 
 
@@ -130,6 +135,7 @@ class Planner:
     def _replan(self) -> None:
         self.chooser = self.chooser.corrected(self.corrections)
         self._options.clear()
+        self._room: dict[int, int] = {}
 
     def announce(self, counts: Mapping[str, Any]) -> Iterator[Event]:
         """The plan of the longest row that the data have. Raises RunFailed where none fits."""
@@ -137,10 +143,37 @@ class Planner:
         length = min(limit, max(int(counts.get("longest") or limit), int(counts.get("valid_longest") or 0)))
         if counts.get("prompt_share"):
             self.prompt_share = min(0.99, counts["prompt_share"])
-        option = self._option(self._row(max(2, length)))
+        together = self._together(length)
+        option = self._option(self._row(max(2, together * length)))
         self._hold(option.plan)
-        yield PlanChosen({**option.plan.as_json(), "budget_gib": round(self.budget / GIB, 4), "row_tokens": length})
+        about = {"row_tokens": length, "rows_together": together}
+        yield PlanChosen({**option.plan.as_json(), "budget_gib": round(self.budget / GIB, 4), **about})
+        if self.session.lora.dropout and self.session.recipe.engine.rows_together != 1:
+            yield Notice("rows run one at a time: lora.dropout draws its masks row by row")
         yield from self._drain()
+
+    def cut(self, lengths: Sequence[int]) -> list[int]:
+        """How many rows run together, one group after the other, of rows with these lengths in ascending order."""
+        asked = self.session.recipe.engine.rows_together
+        if asked == 1:
+            return [1] * len(lengths)
+        if asked == "auto":
+            return groups.cut(lengths, PASS_TOKENS[self.backend.name], len(lengths), self._tokens_together())
+        fewest = len(lengths) * lengths[-1]  # any filler is better than one more group
+        return groups.cut(lengths, fewest, asked, self._tokens_together(asked * lengths[-1]))
+
+    def _together(self, length: int) -> int:
+        """How many rows as long as the longest one run together."""
+        train, lora = self.session.recipe.train, self.session.lora
+        return 1 if lora.dropout else max(self.cut([length] * train.grad_accumulation_steps))
+
+    def _tokens_together(self, most: int | None = None) -> int:
+        """Tokens of a group of rows that fits the budget, up to `most`: up to what fills this device by default."""
+        most = FULL_TOKENS[self.backend.name] if most is None else most
+        if most not in self._room:
+            found = longest(lambda n: self.chooser.fastest(self._row(n), self.budget) is not None, most)
+            self._room[most] = round(ROOM * found)
+        return self._room[most]
 
     def backward(self, layout: Layout) -> Backward:
         """How to run this row. Raises RunFailed where no plan for it fits the budget."""

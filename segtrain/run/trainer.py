@@ -117,7 +117,7 @@ class _Loop:
         self.meter = Meter(run.append_memory if run else None)
         self.planner = Planner(session, self.meter, sharing=ranks.local)
         choose = self.planner.backward
-        self.updates = Updates(session, data.train, choose, optimizer, ranks, self.meter)
+        self.updates = Updates(session, data.train, choose, optimizer, ranks, self.meter, self.planner.cut)
         self.validation = Validation(session, data.valid, choose, self.updates) if data.valid is not None else None
         self.keeper = Keeper(self.recipe, ranks, run, session, optimizer, data)
         if session.objective.keeps_reference:
@@ -255,6 +255,7 @@ class _Loop:
             seconds,
             self.meter.memory(),
             totals.mean_metrics | shared,
+            totals.padding,
         )
 
     def _after_step(self, *, stopped: bool = False, saved: bool = False) -> Generator[Event, None, bool]:

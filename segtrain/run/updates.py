@@ -3,12 +3,13 @@
     update = sum over rows of (gradient of the row's total loss) / sum over rows of the row's weight
 
 The weight is the number of supervised tokens for SFT and 1 a pair for ORPO. Since the sums run over rows and ranks
-alike, n ranks equal one process with n times the accumulation. Dropout masks are keyed by the row's number in the run.
+alike, n ranks equal one process with n times the accumulation. For the same reason short rows may run together, in
+groups (`engine.groups`). Dropout masks are keyed by the row's number in the run.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
@@ -16,6 +17,7 @@ import mlx.core as mx
 
 from segtrain.data.rows import PreferenceRow, Row
 from segtrain.engine.backward import Backward, Meter, Step, no_meter
+from segtrain.engine.groups import grouped, together
 from segtrain.engine.layouts import Layout
 from segtrain.engine.objectives import LossValue
 from segtrain.errors import RunFailed, reason
@@ -26,6 +28,8 @@ from segtrain.run.session import Session
 from segtrain.run.state import RunState
 
 Choose: TypeAlias = Callable[[Layout], Backward]
+Cut: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
+"""Sizes of the groups of rows that run together, by the rows' lengths in ascending order."""
 
 
 @dataclass
@@ -36,6 +40,7 @@ class Totals:
     loss: float = 0.0
     weight: float = 0.0
     tokens: int = 0
+    padding: int = 0
     targets: int = 0
     rows: int = 0
     shared_tokens: int = 0
@@ -43,13 +48,15 @@ class Totals:
     stop: bool = False
 
     def add(self, value: LossValue, layout: Layout) -> None:
-        self.loss += _number(value.total)
-        self.weight += _number(value.weight)
+        self.loss += sum(_numbers(value.total))
+        weights = _numbers(value.weight)
+        self.weight += sum(weights) * (layout.rows // len(weights))  # one for all rows where they weigh alike
         self.tokens += layout.tokens
+        self.padding += layout.padding
         self.targets += layout.scored
-        self.rows += 1
+        self.rows += layout.rows
         for name, metric in value.metrics.items():
-            self.metrics[name] += _number(metric)
+            self.metrics[name] += sum(_numbers(metric))
 
     @property
     def mean_loss(self) -> float:
@@ -62,13 +69,16 @@ class Totals:
     def exchange(self, ranks: Ranks, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
         """Sum these totals, and `arrays`, over the ranks; one rank's wish to stop becomes everyone's."""
         names = sorted(self.metrics)
-        counts = [self.tokens, self.targets, self.rows, self.shared_tokens, self.shared_pairs, self.stop]
+        own = [self.tokens, self.targets, self.rows, self.shared_tokens, self.shared_pairs, self.padding]
+        counts = [*own, self.stop]
         values = [self.loss, self.weight, *(self.metrics[name] for name in names)]
         arrays, summed = ranks.sum(arrays, [*counts, *values])
-        self.tokens, self.targets, self.rows, self.shared_tokens, self.shared_pairs = (round(n) for n in summed[:5])
-        self.stop = summed[5] > 0
-        self.loss, self.weight = summed[6:8]
-        self.metrics = dict(zip(names, summed[8:], strict=True))
+        self.tokens, self.targets, self.rows, self.shared_tokens, self.shared_pairs, self.padding = (
+            round(n) for n in summed[:6]
+        )
+        self.stop = summed[6] > 0
+        self.loss, self.weight = summed[7:9]
+        self.metrics = dict(zip(names, summed[9:], strict=True))
         return arrays
 
 
@@ -94,9 +104,11 @@ class Updates:
         optimizer: Optimizer,
         ranks: Ranks,
         meter: Meter = no_meter,
+        cut: Cut | None = None,
     ) -> None:
+        """`cut`: which rows run together, or each runs alone."""
         self.session, self.rows, self.choose, self.optimizer, self.ranks = session, rows, choose, optimizer, ranks
-        self.meter = meter
+        self.meter, self.cut = meter, cut
 
     def totals(self) -> Totals:
         return Totals(dict.fromkeys(self.session.objective.metrics, 0.0))
@@ -107,7 +119,8 @@ class Updates:
         for _ in range(self.session.recipe.train.grad_accumulation_steps):
             update.rows.append((state.rows + self.ranks.rank, next(self.rows)))
             state.rows += self.ranks.size
-            self._accumulate(update, *update.rows[-1])
+        for group in self._groups(update.rows):
+            self._accumulate(update, group)
         update.totals.stop = stop()
         assert update.grads is not None
         with self.meter("exchange", 0) if self.ranks.size > 1 else nullcontext():
@@ -119,35 +132,39 @@ class Updates:
         state.shared_pairs += update.totals.shared_pairs
         return update
 
-    def _accumulate(self, update: Update, number: int, row: Row) -> None:
-        step, layout = self._step(number, row)
+    def _groups(self, rows: list[tuple[int, Row]]) -> list[list[tuple[int, Row]]]:
+        """The rows that run together, the longest group of an update last; alone where masks are drawn row by row."""
+        if self.cut is None or len(rows) == 1 or self.session.lora.dropout:
+            return [[row] for row in rows]
+        found = grouped([self.session.layout(row) for _, row in rows], self.cut)
+        return [[rows[number] for number in numbers] for numbers in found]
+
+    def _accumulate(self, update: Update, rows: list[tuple[int, Row]]) -> None:
+        step, layout = self._step(*rows[0]) if len(rows) == 1 else self._step_together([row for _, row in rows])
         grads = step.grads if update.grads is None else step.grads.with_array(update.grads.array + step.grads.array)
         mx.eval(grads.array)
         update.grads = grads
         update.totals.add(step.loss, layout)
-        if isinstance(row, PreferenceRow) and self.session.shares(row):
-            update.totals.shared_tokens += len(row.prompt)
-            update.totals.shared_pairs += 1
+        for _, row in rows:
+            if isinstance(row, PreferenceRow) and self.session.shares(row):
+                update.totals.shared_tokens += len(row.prompt)
+                update.totals.shared_pairs += 1
 
     def _step(self, number: int, row: Row) -> tuple[Step, Layout]:
         self.session.lora.dropout_keys.row = number
         layout = self.session.layout(row)
-        try:
+        with _explained(str(row.origin), layout):
             backward = self.choose(layout)
             return backward.step(self.session.referenced(row, layout, backward)), layout
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                raise RunFailed(
-                    f"out of memory on {row.origin} ({layout.tokens} tokens): {error}; lower data.max_seq_length or "
-                    "engine.memory_budget; `segtrain plan-segments` shows what would fit"
-                ) from error
-            if is_watchdog(error):
-                raise RunFailed(
-                    f"the system ended a computation of the GPU that kept the display waiting, on {row.origin} "
-                    f"({layout.tokens} tokens): {reason(error)}. Let the display sleep, keep the machine awake with "
-                    "`caffeinate -s segtrain ...`, and go on with --resume; shorter rows (data.max_seq_length) help too"
-                ) from error
-            raise
+
+    def _step_together(self, rows: list[Row]) -> tuple[Step, Layout]:
+        layouts = [self.session.layout(row) for row in rows]
+        if self.session.references is not None:
+            pairs = zip(rows, layouts, strict=True)
+            layouts = [self.session.referenced(row, layout, self.choose(layout)) for row, layout in pairs]
+        layout = together(layouts, self.session.align)
+        with _explained(f"{rows[-1].origin} and {len(rows) - 1} more rows with it", layout):
+            return self.choose(layout).step(layout), layout
 
     def _apply(self, update: Update, grads: FlatArrays) -> None:
         """Clip and update the adapter, unless the loss or the gradient isn't finite."""
@@ -174,6 +191,26 @@ class Updates:
         return found or self.origins(update)
 
 
+@contextmanager
+def _explained(origin: str, layout: Layout) -> Iterator[None]:
+    """Raises RunFailed, with what helps, where the computation of `layout` doesn't end well."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise RunFailed(
+                f"out of memory on {origin} ({layout.tokens} tokens): {error}; lower data.max_seq_length or "
+                "engine.memory_budget; `segtrain plan-segments` shows what would fit"
+            ) from error
+        if is_watchdog(error):
+            raise RunFailed(
+                f"the system ended a computation of the GPU that kept the display waiting, on {origin} "
+                f"({layout.tokens} tokens): {reason(error)}. Let the display sleep, keep the machine awake with "
+                "`caffeinate -s segtrain ...`, and go on with --resume; shorter rows (data.max_seq_length) help too"
+            ) from error
+        raise
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this is one of the ways in which mlx says that memory is used up."""
     text = str(error).lower()
@@ -187,8 +224,8 @@ def is_watchdog(error: BaseException) -> bool:
 
 
 def _finite(step: Step) -> bool:
-    return math.isfinite(global_norm(step.grads)) and math.isfinite(_number(step.loss.total))
+    return math.isfinite(global_norm(step.grads)) and all(map(math.isfinite, _numbers(step.loss.total)))
 
 
-def _number(value: mx.array | float) -> float:
-    return float(cast(float, value.item())) if isinstance(value, mx.array) else float(value)
+def _numbers(value: mx.array | float) -> list[float]:
+    return cast(list[float], value.reshape(-1).tolist()) if isinstance(value, mx.array) else [float(value)]

@@ -32,6 +32,8 @@ def plan_pieces(plan: Mapping[str, Any]) -> list[str]:
         pieces.append(f"budget {gib(float(budget))}")
     if (tokens := plan.get("row_tokens")) is not None:
         pieces.append(f"longest row {count(tokens)} tokens")
+    if (together := plan.get("rows_together", 1)) > 1:
+        pieces.append(f"{count(together)} rows together")
     return pieces
 
 

@@ -197,6 +197,7 @@ class _Interval:
             sum(step.step_seconds for step in self.steps),
             max((step.memory for step in self.steps), key=lambda memory: memory.peak_gib),
             {name: _mean([s.metrics[name] for s in self.steps if name in s.metrics]) for name in last.metrics},
+            sum(step.padding_tokens for step in self.steps),
         )
 
 

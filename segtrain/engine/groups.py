@@ -1,0 +1,140 @@
+"""Training rows that run together: one layout with a batch dimension, shorter rows padded on the right.
+
+A gradient is a sum over rows, so which of them share a forward and backward pass changes no update. Filler follows the
+last real row of a run, where causal visibility hides it from all that is scored, and its cotangents are zero.
+
+Streams with branches can run together where their prefixes are of one length: positions start again at `prefix`.
+
+Which rows to put together is a question of cost. A pass takes the time of its tokens, filler included, and something
+more that doesn't depend on them: launches, reading weights. Counted in tokens, that is `fixed`. Among rows sorted by
+length the best groups are neighbours, so `cut` finds those of least cost by dynamic programming.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import mlx.core as mx
+
+from segtrain.engine.layouts import Layout, Span, Stream
+
+
+def kind(layout: Layout) -> tuple:
+    """Equal for layouts that can run together."""
+    return tuple((stream.prefix, len(stream.branches)) for stream in layout.streams)
+
+
+def together(layouts: Sequence[Layout], multiple: int = 1) -> Layout:
+    """Layouts of one `kind` as one, in their order; its streams' lengths are multiples of `multiple`."""
+    if len(layouts) == 1:
+        return layouts[0]
+    columns = list(zip(*(layout.streams for layout in layouts), strict=True))
+    lengths = [_joint_lengths(column, multiple) for column in columns]
+    names = dict.fromkeys(name for layout in layouts for name in layout.spans)
+    return Layout(
+        tuple(_stacked(column, runs) for column, runs in zip(columns, lengths, strict=True)),
+        {name: _joined(layouts, name, lengths) for name in names},
+        _reference(layouts),
+    )
+
+
+def cut(lengths: Sequence[int], fixed: int, most_rows: int, most_tokens: int) -> list[int]:
+    """Sizes of the groups of least cost, of rows with these lengths in ascending order.
+
+    A group of n rows computes n times its longest one's length, at most `most_tokens` unless it is one row alone.
+    """
+    best: list[tuple[int, int]] = [(0, 0)]  # cost of the first i rows, and the size of the last group of them
+    for i, length in enumerate(lengths, 1):
+        sizes = range(1, min(i, most_rows, max(1, most_tokens // length)) + 1)
+        best.append(min((best[i - n][0] + fixed + n * length, n) for n in sizes))
+    found, i = [], len(lengths)
+    while i:
+        found.append(best[i][1])
+        i -= found[-1]
+    return found[::-1]
+
+
+def grouped(layouts: Sequence[Layout], cut_up: Callable[[Sequence[int]], Sequence[int]]) -> list[list[int]]:
+    """Numbers of the layouts that run together. `cut_up`: sizes of groups of rows, by their lengths in order."""
+    kinds: dict[tuple, list[int]] = {}
+    for number in sorted(range(len(layouts)), key=lambda n: _length(layouts[n])):
+        kinds.setdefault(kind(layouts[number]), []).append(number)
+    groups = []
+    for numbers in kinds.values():
+        edges = accumulate(cut_up([_length(layouts[n]) for n in numbers]), initial=0)
+        groups += [numbers[lo:hi] for lo, hi in pairwise(edges)]
+    return groups
+
+
+def _length(layout: Layout) -> int:
+    """Tokens of a layout; those of any group of it and shorter ones are at most as many for each."""
+    return len(layout.streams) * max(map(_most, layout.streams))
+
+
+def _most(stream: Stream) -> int:
+    return stream.prefix + len(stream.branches) * max(stream.branches) if stream.branches else len(stream)
+
+
+def _joint_lengths(streams: Sequence[Stream], multiple: int) -> list[int]:
+    """Of each run of the streams, the longest one's length; the last run makes up the multiple."""
+    lengths = [max(runs) for runs in zip(*(_run_lengths(stream) for stream in streams), strict=True)]
+    lengths[-1] += -sum(lengths) % multiple
+    return lengths
+
+
+def _run_lengths(stream: Stream) -> list[int]:
+    return [length for _, length in stream.runs]
+
+
+def _stacked(streams: Sequence[Stream], lengths: Sequence[int]) -> Stream:
+    """[1, T_i] each to [B, T]: every run has the length that `lengths` gives it."""
+    rows = []
+    for stream in streams:
+        tokens, row, at = _listed(stream.tokens[0]), [], 0
+        for own, length in zip(_run_lengths(stream), lengths, strict=True):
+            row += [*tokens[at : at + own], *[0] * (length - own)]
+            at += own
+        rows.append(row)
+    prefix, (first, *others) = streams[0].prefix, lengths
+    branches = (first - prefix, *others) if streams[0].branches else ()
+    real = sum(len(stream) - stream.padding for stream in streams)
+    return Stream(mx.array(rows, dtype=mx.int32), prefix, branches, len(rows) * sum(lengths) - real)
+
+
+def _joined(layouts: Sequence[Layout], name: str, lengths: Sequence[Sequence[int]]) -> Span:
+    """The spans called `name`, one after the other; a layout without one has no targets in it."""
+    spans = [layout.spans.get(name) for layout in layouts]
+    found = [span for span in spans if span is not None]
+    number = found[0].stream
+    T = sum(lengths[number])
+    rows: list[int] = []
+    for b, (layout, span) in enumerate(zip(layouts, spans, strict=True)):
+        if span is not None:
+            rows += [b * T + row for row in _moved(_listed(span.rows), layout.streams[number], lengths[number])]
+    span = Span(number, mx.array(rows, dtype=mx.int32), mx.concatenate([span.targets for span in found]))
+    weights = None
+    if any(span.weights is not None for span in found):
+        weights = mx.concatenate([mx.ones((len(s),)) if s.weights is None else s.weights for s in found])
+    return replace(span, weights=weights, sizes=tuple(0 if span is None else len(span) for span in spans))
+
+
+def _listed(array: mx.array) -> list[int]:
+    values: Any = array.tolist()
+    return values
+
+
+def _moved(rows: Sequence[int], stream: Stream, lengths: Sequence[int]) -> list[int]:
+    """Where rows of `stream` are once its runs have these lengths."""
+    own = list(accumulate(_run_lengths(stream), initial=0))
+    new = list(accumulate(lengths, initial=0))
+    return [next(n + row - o for o, n in reversed([*zip(own[:-1], new[:-1], strict=True)]) if row >= o) for row in rows]
+
+
+def _reference(layouts: Sequence[Layout]) -> dict[str, mx.array] | None:
+    known = [layout.reference for layout in layouts if layout.reference is not None]
+    if len(known) < len(layouts):
+        return None
+    zero = mx.array(0.0)
+    names = dict.fromkeys(name for sums in known for name in sums)
+    return {name: mx.stack([sums.get(name, zero) for sums in known]) for name in names}
