@@ -41,7 +41,7 @@ from segtrain.storage.run_directory import best
 
 TRAIN = {
     "event", "step", "loss", "learning_rate", "grad_norm", "tokens", "supervised_tokens", "tokens_per_second",
-    "step_seconds", "peak_gib", "active_gib", "cache_gib", "rss_gib",
+    "step_seconds", "padding_tokens", "peak_gib", "active_gib", "cache_gib", "rss_gib",
 }  # fmt: skip
 ORPO = {"nll", "log_odds", "chosen_logp", "rejected_logp", "accuracy", "shared_tokens"}
 MEMORY = {"step", "phase", "stream", "seconds", "peak_gib", "active_gib", "cache_gib"}
@@ -230,6 +230,19 @@ def test_each_row_once_an_epoch(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sorted(seen[:12]) == sorted(seen[12:]) == list(range(1, 13))
 
 
+@pytest.mark.parametrize("loss", ["sft", "orpo"])
+def test_rows_together_learn_what_they_learn_alone(folder: Path, loss: str) -> None:
+    changes = {"train__grad_accumulation_steps": 4, "train__steps": 3, "engine__prefix_sharing": False}
+    alone, joint = (
+        of(run(folder, f"{loss}-{n}", loss, engine__rows_together=n, **changes)[0], TrainStep) for n in (1, 4)
+    )
+    for one, other in zip(alone, joint, strict=True):
+        assert (one.tokens, one.supervised_tokens) == (other.tokens, other.supervised_tokens)
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+        assert one.metrics == pytest.approx(other.metrics, rel=1e-4, abs=1e-5)
+    assert sum(step.padding_tokens for step in joint) > 0 == sum(step.padding_tokens for step in alone)
+
+
 def test_a_dry_run_writes_nothing(folder: Path) -> None:
     events, out = run(folder, "dry", dry_run=True)
     assert not out.exists()
@@ -249,7 +262,7 @@ def test_a_run_is_never_written_over(folder: Path) -> None:
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
     """Rows on these lines of the file give a NaN gradient."""
-    inner = Updates._step
+    inner, joint = Updates._step, Updates._step_together
 
     def step(self: Updates, number: int, row: Any) -> Any:
         found, layout = inner(self, number, row)
@@ -257,14 +270,23 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
             found = Step(found.loss, found.grads.with_array(found.grads.array * float("nan")))
         return found, layout
 
+    def together(self: Updates, rows: Any) -> Any:
+        found, layout = joint(self, rows)
+        if any(row.origin.line in bad for row in rows):
+            found = Step(found.loss, found.grads.with_array(found.grads.array * float("nan")))
+        return found, layout
+
     monkeypatch.setattr(Updates, "_step", step)
+    monkeypatch.setattr(Updates, "_step_together", together)
 
 
+@pytest.mark.parametrize("together", [1, 4])
 def test_a_gradient_that_isnt_finite_is_skipped_and_its_row_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
     poisoned(monkeypatch, 7)
-    events, out = run(folder, "nan", train__grad_accumulation_steps=4, train__steps=3)
+    changes = {"train__grad_accumulation_steps": 4, "train__steps": 3, "engine__rows_together": together}
+    events, out = run(folder, f"nan-{together}", **changes)
     warnings = [event.text for event in of(events, Notice) if event.level == "warning"]
     (text,) = [text for text in warnings if "update skipped" in text]
     assert "sft-train.jsonl:7:" in text

@@ -35,8 +35,9 @@ WAITING_BYTES, WAITING_SHARE = 320 << 20, 0.15  # at most: what is allocated on 
 ROOM = 0.9  # of the tokens that fit as one row, which may be scored on other tokens than a group of rows is
 CACHE_BYTES = 64 << 20  # freed memory that is kept for use again although the plan needs less than that
 QUIET_BYTES = 100 << 20  # below it nobody asks where memory goes
-# Rows together: a pass costs as much as so many tokens more than it has, and above so many no GPU gets faster.
-PASS_TOKENS = {"cpu": 8, "cuda": 512, "metal": 256}
+# Rows together: a pass costs as much as so many tokens more than it has (nothing that was measurable on a CPU), and
+# above so many no device gets faster.
+PASS_TOKENS = {"cpu": 0, "cuda": 512, "metal": 256}
 FULL_TOKENS = {"cpu": 1024, "cuda": 8192, "metal": 4096}
 CREEP_STEPS, CREEP_SHARE, CREEP_BYTES = 20, 0.01, 16 << 20
 
@@ -119,6 +120,7 @@ class Planner:
             self.notices.append(Notice(text))
         self._held = 0
         self._options: dict[RowShape, Option] = {}
+        self._room: dict[int, int] = {}  # tokens of a group that fit, by the most that are wanted
         self._backwards: dict[Plan, Backward] = {}
         self.prompt_share = choices.PROMPT_SHARE
         self.corrections = Corrections()
@@ -135,7 +137,7 @@ class Planner:
     def _replan(self) -> None:
         self.chooser = self.chooser.corrected(self.corrections)
         self._options.clear()
-        self._room: dict[int, int] = {}
+        self._room.clear()
 
     def announce(self, counts: Mapping[str, Any]) -> Iterator[Event]:
         """The plan of the longest row that the data have. Raises RunFailed where none fits."""
