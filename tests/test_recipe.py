@@ -419,7 +419,6 @@ hf_dataset:
     [
         ("fine_tune_type=dora", "fine_tune_type: dora isn't supported (DoRA is not implemented)"),
         ("fine_tune_type=full", "only LoRA weights are trained here"),
-        ("resume_adapter_file=a.safetensors", "resume_adapter_file: runs go on from their own checkpoints"),
         ("train=false", "train: false leaves nothing to do"),
         ("train=3", "train must be a mapping of keys (or true"),
         ("config=x", "config: a recipe doesn't name another one"),

@@ -59,15 +59,17 @@ class Adapter:
     config: dict[str, Any]
 
 
-def read(directory: Path, model: str | None = None) -> Adapter:
-    """The adapter in a run, a checkpoint, an mlx-lm or a PEFT directory.
+def read(source: Path, model: str | None = None) -> Adapter:
+    """The adapter in a run, a checkpoint, an mlx-lm or a PEFT directory, or in one weights file of such a directory.
 
     `model` (a hub id or a directory) is the base model, where the one that the adapter names isn't on this machine.
     Raises UserError.
     """
-    if (directory / peft.WEIGHTS).exists() or (directory / peft.PICKLE).exists():
+    directory, weights = (source.parent, source) if source.is_file() else (source, source / ADAPTERS)
+    peft_files = (directory / peft.WEIGHTS, directory / peft.PICKLE)
+    if weights in peft_files or (source == directory and any(path.exists() for path in peft_files)):
         return Adapter(*peft.import_peft(directory, model))
-    if not (directory / ADAPTERS).exists():
+    if not weights.exists():
         newest = newest_path(directory)
         hint = (
             f"its newest checkpoint {newest} has one" if newest else "give a run, a checkpoint or an adapter directory"
@@ -75,7 +77,7 @@ def read(directory: Path, model: str | None = None) -> Adapter:
         raise UserError(f"{directory} holds no {ADAPTERS}; {hint}")
     try:
         config = json.loads((directory / CONFIG).read_text())
-        params = read_tensors(directory / ADAPTERS)
+        params = read_tensors(weights)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"the adapter in {directory} can't be read: {error}") from error
     if not isinstance(config, dict) or config.get("fine_tune_type", "lora") != "lora":

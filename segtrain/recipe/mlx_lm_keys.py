@@ -20,6 +20,7 @@ RENAMED = {
     "seed": "train.seed",
     "adapter_path": "output.dir",
     "project_name": "output.project",
+    "resume_adapter_file": "lora.init_from",
 }
 FEATURES = {
     "prompt_feature": "prompt",
@@ -339,8 +340,6 @@ class _Reader:
 
     def refused(self, key: str) -> None:
         reasons = {
-            "resume_adapter_file": "runs go on from their own checkpoints, by --resume; to train further from another "
-            "adapter, fuse it first (mlx_lm.fuse --dequantize, as quantised weights would round it away)",
             "config": "a recipe doesn't name another one",
         }
         if self.given[key] is not None:
@@ -393,7 +392,6 @@ HANDLERS: dict[str, Callable[[_Reader, str], None]] = {
     "optimizer": _Reader.optimizer,
     "optimizer_config": _Reader.optimizer_options,
     "report_to": _Reader.reporting,
-    "resume_adapter_file": _Reader.refused,
     "save_every": _Reader.interval,
     "steps_per_eval": _Reader.interval,
     "steps_per_report": _Reader.interval,

@@ -160,6 +160,7 @@ class LoraRecipe(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: Annotated[str | tuple[str, ...], BeforeValidator(lambda value: _targets(value))] = ALL_LINEAR
     layers: Any = "all"  # "all", N (the last N) or (lo, hi): layers lo..hi-1
+    init_from: Annotated[str, AfterValidator(os.path.expanduser)] | None = Field(default=None, min_length=1)
 
     @property
     def effective_scale(self) -> float:
@@ -380,9 +381,12 @@ class Recipe(Section):
 
     @property
     def files(self) -> list[str]:
-        """Paths of what a run reads beside the model: this recipe and the data, where they are local."""
+        """Paths of what a run reads beside the model, where local: this recipe, the data, the first adapter."""
         data = self.data
         named = [source.path for part in (data.train, data.valid, data.test) for source in part]
+        if self.lora.init_from:
+            first = Path(self.lora.init_from).resolve()
+            named += [str(path) for path in (first, first.parent, first / "adapters.safetensors")]
         return [str(one) for one in (self.source, data.chat_template, *named) if one]
 
     @property

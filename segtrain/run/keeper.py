@@ -43,6 +43,7 @@ class Keeper:
         """Raises UserError where a rank has another recipe, model or data than rank 0."""
         self.ranks.require_same("the recipe", self.recipe.fingerprint())
         self.ranks.require_same("the model", self.model)
+        self.ranks.require_same("the adapter that it begins with", self.session.lora.start_fingerprint)
         self.ranks.require_same("the training data", str(self.data.train.state_dict()))
 
     def save(self, state: RunState) -> Iterator[Event]:

@@ -13,6 +13,7 @@ from segtrain.engine.layouts import Layout, padded, pair, shared_prefix, single
 from segtrain.engine.objectives import Objective
 from segtrain.engine.traces import Traces
 from segtrain.errors import UserError
+from segtrain.lora import initial
 from segtrain.lora.layers import Lora, attach
 from segtrain.memory.plan import Plan
 from segtrain.models.experts import check_experts
@@ -119,6 +120,7 @@ def open_session(recipe: Recipe, objective: Objective, loaded: Loaded) -> Sessio
         stack = LayerStack(loaded.model, loaded.weights)
     except (UnsupportedModel, ValueError) as error:
         raise UserError(str(error)) from error
+    initial.begin(lora, recipe.lora, recipe.model)
     shares, notices = _prefix_sharing(recipe, objective, stack, str(loaded.config.get("model_type")))
     multiple = align(backend()) if pads(loaded.model, loaded.config) else 1
     return Session(recipe, loaded, lora, stack, objective, shares, [*found, *notices], multiple)

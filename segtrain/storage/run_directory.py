@@ -96,7 +96,7 @@ class RunDirectory:
         if foreign and not is_run:
             raise UserError(
                 f"output.dir {self.path} holds an adapter that no run of segtrain made here ({foreign[0]}), which this "
-                "run would replace; give another output.dir"
+                "run would replace; give another output.dir, and lora.init_from to train that adapter further"
             )
         self._refuse_to_write_what_is_read()
         if is_run and not (self._overwrite or self.resume):
