@@ -3,8 +3,10 @@
 The formulas are written out in double precision, on sums and counts of log-probs; TRL's on logits and labels.
 """
 
+import ast
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -13,9 +15,10 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
+import segtrain
 from segtrain.engine.backward import FullBackward
 from segtrain.engine.layouts import CHOSEN, REJECTED, pair, shared_prefix
-from segtrain.engine.objectives import REWARDS, Objective, Scores, cpo, dpo, simpo, value_and_grad
+from segtrain.engine.objectives import OBJECTIVES, REWARDS, Objective, Scores, cpo, dpo, simpo, value_and_grad
 from segtrain.models.stack import LayerStack
 
 Sums = dict[str, float]
@@ -238,3 +241,15 @@ def test_another_weight_gives_another_gradient() -> None:
     lora, stack = tiny.attach(model), LayerStack(model)
     one, other = (FullBackward(stack, lora, simpo(beta)).step(pair(*PAIR)) for beta in (1.0, 2.0))
     assert tiny.relative(one.grads, other.grads) > 0.1
+
+
+def test_a_losss_name_stands_in_its_function_its_command_and_its_section_only() -> None:
+    """As a string or an identifier of the package's code; the rest asks the objective."""
+    package, names = Path(segtrain.__file__).parent, set(OBJECTIVES) - {"sft"}
+    found = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            said = {getattr(node, key, None) for key in ("value", "id", "attr", "arg", "name")}
+            if names & {one for one in said if isinstance(one, str)}:
+                found.add(path.relative_to(package).as_posix())
+    assert found == {"cli.py", "engine/objectives.py", "recipe/schema.py", "recipe/scaffold.py"}
