@@ -135,6 +135,8 @@ def test_a_loss_that_is_not_finite_stays_its_rows():
         ([90, 100], 50, 99, 999, [2]),
         ([10, 10, 10, 10], 5, 99, 20, [2, 2]),
         ([50], 5, 99, 20, [1]),
+        ([10] * 7, 5, 99, 999, [4, 2, 1]),  # sizes are powers of two
+        ([10] * 7, 5, 7, 999, [7]),  # or the most that there may be
     ],
 )
 def test_groups_of_least_cost(lengths: list[int], fixed: int, rows: int, tokens: int, expected: list[int]):

@@ -412,7 +412,7 @@ class FullBackward:
     """Reverse-mode autodiff over the model's own forward pass, all activations and logits of a row live at once.
 
     `compiled`: one graph for all rows whose streams have the same lengths; scored rows are padded to a multiple of
-    `PADDED_ROWS`.
+    `PADDED_ROWS` for each training row.
     """
 
     def __init__(
@@ -506,7 +506,7 @@ class FullBackward:
     def _inputs(
         self, layout: Layout, reference: Sums
     ) -> tuple[list[mx.array], Scored, dict[str, mx.array], dict[str, mx.array]]:
-        multiple = PADDED_ROWS if self.compiled else 1
+        multiple = PADDED_ROWS * layout.rows if self.compiled else 1
         tokens = [stream.tokens for stream in layout.streams]
         scored = {
             name: padded_rows(span, 1 if layout.scores_all(name) else multiple) for name, span in layout.spans.items()

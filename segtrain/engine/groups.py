@@ -42,11 +42,13 @@ def together(layouts: Sequence[Layout], multiple: int = 1) -> Layout:
 def cut(lengths: Sequence[int], fixed: int, most_rows: int, most_tokens: int) -> list[int]:
     """Sizes of the groups of least cost, of rows with these lengths in ascending order.
 
-    A group of n rows computes n times its longest one's length, at most `most_tokens` unless it is one row alone.
+    A group of n rows computes n times its longest one's length, at most `most_tokens` unless it is one row alone. Its
+    size is `most_rows` or a power of two, so that compiled graphs, one for each size and length, are few.
     """
+    allowed = [n for n in range(1, most_rows + 1) if n == most_rows or n & (n - 1) == 0]
     best: list[tuple[int, int]] = [(0, 0)]  # cost of the first i rows, and the size of the last group of them
     for i, length in enumerate(lengths, 1):
-        sizes = range(1, min(i, most_rows, max(1, most_tokens // length)) + 1)
+        sizes = [n for n in allowed if n <= min(i, max(1, most_tokens // length))]
         best.append(min((best[i - n][0] + fixed + n * length, n) for n in sizes))
     found, i = [], len(lengths)
     while i:
