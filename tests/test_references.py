@@ -151,6 +151,26 @@ def test_a_run_with_kept_references_is_the_run_with_passes(tmp_path: Path) -> No
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
+def test_a_run_from_another_adapter_compares_with_that_one(tmp_path: Path) -> None:
+    """Not with the base model: the first update has no margin, and after a resume the reference is the same."""
+    first = run(tmp_path, "pass")
+    options = {"lora__init_from": str(first), "output__save_every": 1, "train__steps": 4}
+    whole, stopped = (
+        tiny_run.recipe(tmp_path, "dpo", output__dir=str(tmp_path / name), **options) for name in ("whole", "stopped")
+    )
+    list(Trainer(whole, "dpo").events())
+    for event in (events := Trainer(stopped, "dpo").events()):
+        if isinstance(event, TrainStep) and event.step == 3:
+            break
+    events.close()  # type: ignore[attr-defined]
+    list(Trainer(stopped, "dpo", resume=True).events())
+    results = [tiny_run.result(Path(recipe.output.dir)) for recipe in (whole, stopped)]
+    assert results[0] == results[1]
+    metrics = [line for line in results[0][1] if line["event"] == "train"]
+    assert metrics[0]["rewards_margins"] == pytest.approx(0.0, abs=1e-5)
+    assert metrics[-1]["rewards_margins"] != pytest.approx(0.0, abs=1e-5)
+
+
 def test_another_start_is_refused_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, "pass", stop_after=3)
     opened = trainer.open_session
