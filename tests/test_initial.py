@@ -8,6 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny_run
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load_model
 
 from segtrain.engine.objectives import of_recipe
 from segtrain.errors import UserError
@@ -134,3 +137,26 @@ def test_a_run_never_replaces_the_adapter_that_it_begins_with(folder: Path, sour
 def test_mlx_lms_key_is_the_same(tmp_path: Path) -> None:
     values = json.loads('{"model": "m", "data": "d", "iters": 5, "resume_adapter_file": "a/adapters.safetensors"}')
     assert Recipe.from_mapping(values).lora.init_from == "a/adapters.safetensors"
+
+
+def test_dpo_begins_at_indifference_to_the_adapter_that_it_starts_from(folder: Path, tmp_path: Path) -> None:
+    """At step 1 policy and reference are the same model, so the loss is log 2, whatever the adapter."""
+    lora = {"rank": 2, "init_from": str(folder / "run")}
+    recipe = tiny_run.recipe(folder, "dpo", lora=lora, output__dir=str(tmp_path / "dpo"), train__steps=1)
+    losses = [event.loss for event in Trainer(recipe, "dpo").events() if isinstance(event, TrainStep)]
+    np.testing.assert_allclose(losses, [np.log(2)], rtol=1e-5)
+
+
+def test_an_adapter_that_mlx_lm_made(folder: Path, tmp_path: Path) -> None:
+    """Its layers and file by mlx-lm itself, without `keys`: on every linear layer of the last two."""
+    model, _ = load_model(folder / "model")
+    parameters = {"rank": 2, "scale": 8.0, "dropout": 0.0}
+    linear_to_lora_layers(model, 2, parameters)
+    made = {n: mx.random.normal(v.shape) for n, v in tree_flatten(model.parameters()) if "lora_" in n}
+    mx.save_safetensors(str(tmp_path / "0000100_adapters.safetensors"), made)
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    source = str(tmp_path / "0000100_adapters.safetensors")
+    found = opened(further(folder, source, lora={"rank": 2, "layers": 2, "init_from": source})).lora.values()
+    assert found.keys() == made.keys()
+    assert all(mx.array_equal(found[name], made[name]) for name in made)
