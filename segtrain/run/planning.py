@@ -35,7 +35,7 @@ WAITING_BYTES, WAITING_SHARE = 320 << 20, 0.15  # at most: what is allocated on 
 ROOM = 0.9  # of the tokens that fit as one row, which may be scored on other tokens than a group of rows is
 CACHE_BYTES = 64 << 20  # freed memory that is kept for use again although the plan needs less than that
 QUIET_BYTES = 100 << 20  # below it nobody asks where memory goes
-# Rows together: a pass costs as much as so many tokens more than it has (nothing that was measurable on a CPU), and
+# Rows together: a pass costs as much as so many tokens more than it has (little on a CPU), and
 # above so many no device gets faster.
 PASS_TOKENS = {"cpu": 0, "cuda": 512, "metal": 256}
 FULL_TOKENS = {"cpu": 1024, "cuda": 8192, "metal": 4096}
