@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -265,13 +266,13 @@ def taken_for(given: Machine, cache: Path) -> Iterator[None]:
         stack.enter_context(patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}))
         stack.enter_context(patch.multiple(choose, MLP_ROWS=given.mlp_rows, MIN_CHUNK=given.head_chunk))
         if given.whim:
-            stack.enter_context(patch.object(choose, "preferred", lambda option: _whim(option, given.whim)))
+            stack.enter_context(patch.object(choose, "sparing", partial(_by_whim, given.whim)))
         yield
 
 
-def _whim(option: choose.Option, seed: int) -> int:
-    """An order of plans that has no reason, and differs from one length of rows to another."""
-    return zlib.crc32(f"{seed} {option.plan}".encode())  # its `peak_bytes` are those of one length
+def _by_whim(seed: int, options: Sequence[choose.Option], *_: Any) -> choose.Option | None:
+    """In an order of plans that has no reason, and differs from one length of rows to another."""
+    return min(options, key=lambda option: zlib.crc32(f"{seed} {option.plan}".encode()), default=None)
 
 
 def command(arguments: Sequence[str], log: Path) -> int:
@@ -398,7 +399,11 @@ def _metrics(folder: Path, close: float) -> tuple[list[str], float]:
     where = [[(line["event"], line["step"]) for line in lines] for lines in (ours, theirs)]
     if where[0] != where[1]:
         return [f"lines {where[0]} instead of {where[1]}"], 0.0
-    without = {"shared_tokens", "tokens"}  # those that were computed, of which a shared prompt has fewer
+    without = {
+        "shared_tokens",
+        "tokens",
+        "padding_tokens",
+    }  # those that were computed: less of a shared prompt, more to fill up
     problems, worst = [], 0.0
     for one, other in zip(ours, theirs, strict=True):
         for key in other.keys() - without - {"event", "step"}:

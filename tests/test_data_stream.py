@@ -74,7 +74,7 @@ KINDS = ["table", "gz", "window", "gz window", "one", "parquet", "chain", "hub",
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(cut=st.integers(0, 70), seed=st.integers(0, 3))
 def test_a_resumed_stream_is_the_uninterrupted_one(home, kind, cut, seed):
     whole = texts(feeds(home, seed)[kind], 90)

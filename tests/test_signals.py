@@ -69,7 +69,7 @@ def finished(folder: Path, name: str) -> object:
     [
         ("step", STEP, "<_apply>", 3),
         ("evaluation", EVALUATION, "<evaluate>", 3),
-        ("saving", SAVING, "<write_new>", 2),
+        ("saving", SAVING, "<write_new>", 4),  # two files are written before the first update
     ],
 )
 def test_the_first_signal_saves_and_ends_with_130(
@@ -270,7 +270,8 @@ def test_a_signal_while_tokenising_leaves_nothing(folder: Path, number: signal.S
 WORKERS = """
 import time, types
 from segtrain.data import batches
-with batches._pool(types.SimpleNamespace(), 2) as submit:
+codec = types.SimpleNamespace(leave_offsets=list)
+with batches._pool(types.SimpleNamespace(encoder=types.SimpleNamespace(codec=codec)), 2) as submit:
     for job in [submit([], {}) for _ in range(8)]:
         job.result()
     print("ready", flush=True)
