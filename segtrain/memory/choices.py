@@ -75,7 +75,7 @@ def remedies(chooser: Chooser) -> list[str]:
     if fixed.backward == "full" or (fixed.segment_size or 1) > 1 or fixed.keep:
         found.append("leave engine.backward, segment_size and keep_layers on auto: it hardly costs time")
     if not model.packed:
-        found.append("a quantised model (4-bit from the hub, or quantize: 4 in the recipe)")
+        found.append("a quantised model (4-bit from the hub, or by mlx_lm.convert -q)")
     if not chooser.estimator.streamed:
         found.append("engine.weights: streamed, which keeps few layers' weights in memory; how fast is up to the disk")
     if len(model.layers) - model.lowest > TRAINED:
