@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
+import tiny_configs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -253,3 +254,13 @@ def test_a_losss_name_stands_in_its_function_its_command_and_its_section_only() 
             if names & {one for one in said if isinstance(one, str)}:
                 found.add(path.relative_to(package).as_posix())
     assert found == {"cli.py", "engine/objectives.py", "recipe/schema.py", "recipe/scaffold.py"}
+
+
+def test_full_backward_takes_dpo_where_others_are_compiled():
+    """On a GPU short rows take full backward, compiled; mlx's compiler can't with a reference."""
+    model = tiny_configs.build("llama")
+    lora, stack = tiny.attach(model), LayerStack(model)
+    layout = pair(tiny.tokens(6, 0), tiny.tokens(4, 1), tiny.tokens(9, 2), score_prompt=False)
+    plain = FullBackward(stack, lora, dpo()).step(layout)
+    asked = FullBackward(stack, lora, dpo(), compiled=True).step(layout)
+    assert tiny.relative(plain.grads, asked.grads) < 1e-6

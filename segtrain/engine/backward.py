@@ -426,7 +426,8 @@ class FullBackward:
         traces: Traces | None = None,
     ):
         self.stack, self.lora, self.objective, self.meter = stack, lora, objective, meter
-        self.compiled = compiled and not lora.dropout  # as in `SegmentedBackward`
+        # Dropout: as in `SegmentedBackward`. A reference: mlx's compiler raises IndexError on the whole pass with DPO's.
+        self.compiled = compiled and not lora.dropout and not objective.needs_reference
         self.traces = Traces() if traces is None else traces
 
     def step(self, layout: Layout) -> Step:
