@@ -1,5 +1,6 @@
 """Weights read from disk while their layers run: the same numbers to the bit as from memory, and little of it held."""
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -339,6 +340,8 @@ def test_a_measured_step_streams_too(tmp_path: Path) -> None:
     """`plan-segments --measure` where the model doesn't fit."""
     size = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16}
     path = tiny_run.model(tmp_path / "model", **size)
+    gc.collect()
+    before = mx.get_active_memory()  # what other tests of the process left
     found = preview(None, model=str(path), seq=64, budget="30MB", measure=True)
     assert found.measured is not None
-    assert found.measured["peak_gib"] * 2**30 < (path / "model.safetensors").stat().st_size / 2
+    assert found.measured["peak_gib"] * 2**30 - before < (path / "model.safetensors").stat().st_size / 2
