@@ -344,4 +344,4 @@ def test_a_measured_step_streams_too(tmp_path: Path) -> None:
     before = mx.get_active_memory()  # what other tests of the process left
     found = preview(None, model=str(path), seq=64, budget="30MB", measure=True)
     assert found.measured is not None
-    assert found.measured["peak_gib"] * 2**30 - before < (path / "model.safetensors").stat().st_size / 2
+    assert found.measured["peak_gib"] * 2**30 - before < 0.75 * (path / "model.safetensors").stat().st_size
