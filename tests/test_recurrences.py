@@ -282,6 +282,20 @@ def test_a_response_that_goes_on_from_the_other_is_seen(model_file: str, module:
         assert tiny.relative(expected.grads, shared.step(shared_prefix(*rows)).grads) > 1e-3
 
 
+def check_against_mlx_lm(name: str) -> None:
+    """Gradients of a row, and of a shared prompt against two streams, by mlx-lm's own loop over tokens."""
+    model = tiny_configs.build(name)
+    lora = tiny.attach(model)
+    stack = LayerStack(model)
+    _, expected = tiny.mlx_lm_gradients(model, lora, tiny.tokens(18), 6)
+    sft = SegmentedBackward(stack, lora, objectives.sft).step(tiny.row(18, 6))
+    assert tiny.relative(expected, sft.grads) < 1e-5
+    rows = tiny.tokens(9, 1), tiny.tokens(7, 2), tiny.tokens(8, 3)
+    expected = FullBackward(PlainForward(stack), lora, objectives.orpo()).step(pair(*rows)).grads
+    shared = SegmentedBackward(stack, lora, objectives.orpo()).step(shared_prefix(*rows))
+    assert tiny.relative(expected, shared.grads) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "rwkv7", "bailing_moe_linear"])
 def test_scans_of_many_groups(name: str, monkeypatch: pytest.MonkeyPatch):
     """Groups of four tokens, where the families' rows are shorter than one group."""
@@ -289,16 +303,7 @@ def test_scans_of_many_groups(name: str, monkeypatch: pytest.MonkeyPatch):
     for module in (ssd, rwkv7):
         monkeypatch.setattr(module, "CHUNK", 2)
         monkeypatch.setattr(module, "CHUNKS", 2)
-    model = tiny_configs.build(name)
-    lora = tiny.attach(model)
-    stack = LayerStack(model)
-    _, expected = tiny.mlx_lm_gradients(model, lora, tiny.tokens(18), 6)
-    sft = SegmentedBackward(stack, lora, objectives.sft).step(tiny.row(18, 6))
-    assert tiny.relative(expected, sft.grads) < 1e-5
-    rows = tiny.tokens(9, 1), tiny.tokens(7, 2), tiny.tokens(8, 3)
-    expected = FullBackward(PlainForward(stack), lora, objectives.orpo()).step(pair(*rows)).grads
-    shared = SegmentedBackward(stack, lora, objectives.orpo()).step(shared_prefix(*rows))
-    assert tiny.relative(expected, shared.grads) < 1e-5
+    check_against_mlx_lm(name)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
@@ -306,16 +311,7 @@ def test_rows_of_many_groups(name: str, monkeypatch: pytest.MonkeyPatch):
     """mlx-lm's own loss and its loop over tokens, and two streams of it, against groups of two tokens."""
     for backend in delta_module.SIZES:
         monkeypatch.setitem(delta_module.SIZES, backend, Sizes(2, 1))
-    model = tiny_configs.build(name)
-    lora = tiny.attach(model)
-    stack = LayerStack(model)
-    _, expected = tiny.mlx_lm_gradients(model, lora, tiny.tokens(18), 6)
-    sft = SegmentedBackward(stack, lora, objectives.sft).step(tiny.row(18, 6))
-    assert tiny.relative(expected, sft.grads) < 1e-5
-    rows = tiny.tokens(9, 1), tiny.tokens(7, 2), tiny.tokens(8, 3)
-    expected = FullBackward(PlainForward(stack), lora, objectives.orpo()).step(pair(*rows)).grads
-    shared = SegmentedBackward(stack, lora, objectives.orpo()).step(shared_prefix(*rows))
-    assert tiny.relative(expected, shared.grads) < 1e-5
+    check_against_mlx_lm(name)
 
 
 def test_attention_layers_of_a_hybrid_are_compiled_and_recurrent_ones_compile_their_groups():
