@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -201,7 +201,7 @@ def readings(given: dict[str, Any], seconds: list[float], peaks: list[float], lo
     }
 
 
-def run_case(name: str, given: dict[str, Any], folder: Path, systems: Sequence[str]) -> Iterator[dict[str, Any]]:
+def run_case(name: str, given: dict[str, Any], folder: Path, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = folder / f"{given['shape']}-{given['bits']}"
     user_models.make_model(given["shape"], model, bits=given["bits"], dtype=given.get("dtype", "bfloat16"))
     rows = rows_of(given)
@@ -209,10 +209,12 @@ def run_case(name: str, given: dict[str, Any], folder: Path, systems: Sequence[s
     data = user_models.write_rows(folder / f"rows-{name}", rows)
     about = {"case": name, "shape": given["shape"], "bits": given["bits"], "tokens": [given["least"], given["most"]],
              "mean_tokens": round(given["mean_tokens"], 1), "rows": given["rows"]}  # fmt: skip
-    for setting, keys in given["settings"].items() if "segtrain" in systems else ():
+    for setting, keys in given["settings"].items() if "segtrain" in asked.systems else ():
+        if asked.settings and setting not in asked.settings:
+            continue
         with tempfile.TemporaryDirectory(dir=folder) as out:
             yield about | {"system": "segtrain", "setting": setting} | segtrain(given, keys, model, data, Path(out))
-    for batch in given["mlx_lm"] if "mlx-lm" in systems else ():
+    for batch in given["mlx_lm"] if "mlx-lm" in asked.systems else ():
         with tempfile.TemporaryDirectory(dir=folder) as out:
             found = mlx_lm(given, batch, model, data, Path(out))
         yield about | {"system": "mlx-lm", "setting": f"batch {batch}"} | found
@@ -241,7 +243,7 @@ def measure(given: argparse.Namespace) -> None:
             if time.monotonic() - begun > given.minutes * 60:
                 print(f"{name} and what follows: no time left", flush=True)
                 break
-            for line in run_case(name, cases[name], folder, given.systems):
+            for line in run_case(name, cases[name], folder, given):
                 text = json.dumps(line).replace(f"{folder}{os.sep}", "")
                 print(text, file=out, flush=True)
                 print(f"[{time.monotonic() - begun:.0f} s] {text}", flush=True)
@@ -275,6 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="CASE", help=f"some of {', '.join([*CASES, *SMALL])}")
     parser.add_argument("--systems", nargs="+", default=["segtrain", "mlx-lm"], help="whose commands run")
+    parser.add_argument("--settings", nargs="+", help="some of segtrain's settings: auto, lean, ...")
     parser.add_argument("--minutes", type=float, default=1e9, help="no case begins after this many")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds that a command may take")
     parser.add_argument("--folder", type=Path, help="where models are made, and stay")
