@@ -46,7 +46,7 @@ from segtrain import cli  # noqa: E402
 from segtrain.attention import dispatch  # noqa: E402
 from segtrain.engine import objectives  # noqa: E402
 from segtrain.errors import RunFailed  # noqa: E402
-from segtrain.events import TrainStep  # noqa: E402
+from segtrain.event import TrainStep  # noqa: E402
 from segtrain.memory import anatomy, choices, choose, machine  # noqa: E402
 from segtrain.memory.backends import BACKENDS  # noqa: E402
 from segtrain.memory.meter import frozen_bytes  # noqa: E402

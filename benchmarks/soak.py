@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import tiny_run  # noqa: E402
 
-from segtrain.events import TrainStep  # noqa: E402
+from segtrain.event import TrainStep  # noqa: E402
 from segtrain.recipe.schema import Recipe  # noqa: E402
 from segtrain.run.trainer import Trainer  # noqa: E402
 

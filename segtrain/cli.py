@@ -21,7 +21,7 @@ from segtrain.errors import RunFailed, UserError
 from segtrain.signals import INTERRUPTED, StopRequest, leave_with
 
 if TYPE_CHECKING:
-    from segtrain.events import Event
+    from segtrain.event import Event
     from segtrain.recipe.schema import Recipe
 
 DONE, FAILED, MISUSED = 0, 1, 2
@@ -558,7 +558,7 @@ def _follow(
     events: "Iterable[Event]", sinks: "list[Callable[[Event], None]]", trackers: Sequence[str], recipe: "Recipe"
 ) -> int:
     """Show every event; trackers start with the first figures, once the run is accepted."""
-    from segtrain.events import Evaluated, RunEnded, TrainStep
+    from segtrain.event import Evaluated, RunEnded, TrainStep
     from segtrain.run.logging_backends import make_loggers
 
     code = DONE

@@ -30,10 +30,10 @@ class Room(NamedTuple):
     rooms: Set[str] = frozenset()
 
 
-LEAVES = {"errors", "events", "signals"}  # they import nothing
+LEAVES = {"errors", "event", "signals"}  # they import nothing
 ROOMS: dict[str, Room] = {
     "recipe": Room({"pydantic", "pydantic_core", "yaml"}, {"errors"}),
-    "data": Room({"datasets", "numpy", "pyarrow", "transformers"}, {"errors", "events", "hub", "recipe"}),
+    "data": Room({"datasets", "numpy", "pyarrow", "transformers"}, {"errors", "event", "hub", "recipe"}),
     "engine": Room(MLX, {"errors", "lora"}),
     "attention": Room(MLX, {"errors"}),
     "recurrence": Room(MLX, {"errors"}),
@@ -41,7 +41,7 @@ ROOMS: dict[str, Room] = {
     "lora": Room(MLX_LM | HUB, {"errors", "recipe", "storage"}),
     "memory": Room(
         MLX_LM | HUB | {"psutil"},
-        {"attention", "engine", "errors", "events", "hub", "lora", "models", "recipe", "recurrence"},
+        {"attention", "engine", "errors", "event", "hub", "lora", "models", "recipe", "recurrence"},
     ),
     "storage": Room(MLX, {"errors", "recipe"}),
     "parallel": Room(MLX | {"numpy"}, {"errors", "signals"}),
@@ -52,7 +52,7 @@ ROOMS: dict[str, Room] = {
             "storage",
         },
     ),
-    "terminal": Room({"rich"}, {"errors", "events"}),
+    "terminal": Room({"rich"}, {"errors", "event"}),
     "report": Room({"plotly", "yaml"}, {"errors", "terminal"}),
     "cli": Room(
         {"typer"},
@@ -170,7 +170,7 @@ def test_each_module_imports_what_its_room_may() -> None:
         ("terminal.check", "import plotly"),
         ("report.page", "import rich"),
         ("cli", "import mlx.core"),
-        ("errors", "from segtrain import events"),
+        ("errors", "from segtrain import event"),
         ("a_new_module", "import requests"),
         ("a_new_room.module", "from segtrain import errors"),
     ],
@@ -202,7 +202,7 @@ def test_the_table_allows_no_circle_of_rooms() -> None:
     ("module", "line"),
     [
         ("run.measure", "def f():\n    from segtrain.run.preview import Preview"),
-        ("events", "from segtrain import cli"),
+        ("event", "from segtrain import cli"),
         ("engine.segments", "from segtrain.engine.backward import Backward"),
     ],
 )

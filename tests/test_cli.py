@@ -15,7 +15,7 @@ import pytest
 
 from segtrain import cli
 from segtrain.errors import RunFailed, UserError
-from segtrain.events import Evaluated, Event, Notice, RunEnded, RunStarted
+from segtrain.event import Evaluated, Event, Notice, RunEnded, RunStarted
 from segtrain.terminal.counter import CLEAR, counter
 
 RECIPE = "model: m\ndata: {train: a.jsonl}\noutput: {dir: run, report_every: 7}\n"

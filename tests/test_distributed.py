@@ -24,7 +24,7 @@ import pytest
 import tiny_run
 from processes import LIMIT, ended, free_ports, said, send, start, start_ranks, wait_for
 
-from segtrain.events import PlanChosen
+from segtrain.event import PlanChosen
 from segtrain.parallel import lifeline
 from segtrain.parallel.lifeline import Lifeline
 from segtrain.parallel.ranks import Ranks, _pieces

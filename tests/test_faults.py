@@ -16,7 +16,7 @@ import tiny_run
 from processes import ended, start, wait_for
 
 from segtrain.errors import RunFailed
-from segtrain.events import Event, Notice
+from segtrain.event import Event, Notice
 from segtrain.recipe.schema import Recipe, load_recipe
 from segtrain.run.trainer import Trainer
 from segtrain.storage import checkpoint

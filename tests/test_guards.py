@@ -11,7 +11,7 @@ import pytest
 import tiny_run
 
 from segtrain.cli import run as command_line
-from segtrain.events import Notice, Saved, TrainStep
+from segtrain.event import Notice, Saved, TrainStep
 from segtrain.run.state import SETTLED
 from segtrain.run.trainer import Trainer
 from segtrain.run.updates import Updates

@@ -14,7 +14,7 @@ from mlx_lm.utils import load_model
 
 from segtrain.engine.objectives import of_recipe
 from segtrain.errors import UserError
-from segtrain.events import TrainStep
+from segtrain.event import TrainStep
 from segtrain.lora import adapters
 from segtrain.models.load import load
 from segtrain.recipe.schema import Recipe

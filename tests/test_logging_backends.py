@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from segtrain.errors import UserError
-from segtrain.events import Evaluated, Memory, Notice, RunEnded, TrainStep
+from segtrain.event import Evaluated, Memory, Notice, RunEnded, TrainStep
 from segtrain.run.logging_backends import make_loggers
 
 EVENTS = [

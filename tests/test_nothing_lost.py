@@ -13,7 +13,7 @@ from processes import ended, start
 
 from segtrain.data import dataset
 from segtrain.errors import RunFailed, UserError
-from segtrain.events import Notice, RunEnded, TrainStep
+from segtrain.event import Notice, RunEnded, TrainStep
 from segtrain.parallel.ranks import Ranks
 from segtrain.recipe.schema import Recipe, load_recipe
 from segtrain.run.trainer import Trainer

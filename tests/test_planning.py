@@ -14,7 +14,7 @@ from segtrain.engine import objectives
 from segtrain.engine.backward import FullBackward, SegmentedBackward
 from segtrain.engine.layouts import Layout
 from segtrain.errors import RunFailed
-from segtrain.events import Memory, Notice, PlanChosen
+from segtrain.event import Memory, Notice, PlanChosen
 from segtrain.lora import layers as lora_module
 from segtrain.memory import rows
 from segtrain.memory.backends import BACKENDS

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from segtrain.data.check import CheckReport, Reason
 from segtrain.data.samples import Sample
-from segtrain.events import (
+from segtrain.event import (
     DataRead,
     Evaluated,
     Memory,

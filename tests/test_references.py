@@ -14,7 +14,7 @@ from segtrain.engine.backward import FullBackward, SegmentedBackward
 from segtrain.engine.layouts import CHOSEN, REJECTED, Layout, pair, shared_prefix
 from segtrain.engine.objectives import Objective, Scores, dpo
 from segtrain.errors import UserError
-from segtrain.events import TrainStep
+from segtrain.event import TrainStep
 from segtrain.lora.layers import Lora
 from segtrain.models.stack import LayerStack
 from segtrain.run import trainer

@@ -13,7 +13,7 @@ import pytest
 import tiny_run
 
 from segtrain.errors import RunFailed, UserError
-from segtrain.events import Evaluated, Event, Notice, RunEnded, Saved, TrainStep
+from segtrain.event import Evaluated, Event, Notice, RunEnded, Saved, TrainStep
 from segtrain.recipe.schema import Recipe
 from segtrain.run.trainer import Trainer
 

@@ -16,7 +16,7 @@ from segtrain.data.check import check_data
 from segtrain.engine import objectives
 from segtrain.engine.backward import Step
 from segtrain.errors import RunFailed, UserError
-from segtrain.events import (
+from segtrain.event import (
     DataRead,
     Evaluated,
     Event,

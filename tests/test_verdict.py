@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tiny_run
 
-from segtrain.events import Notice, RunEnded
+from segtrain.event import Notice, RunEnded
 from segtrain.recipe.schema import TrainRecipe
 from segtrain.run.trainer import Trainer
 from segtrain.run.verdict import Trend, verdict

@@ -21,7 +21,7 @@ from segtrain.engine import objectives
 from segtrain.engine.backward import SegmentedBackward, Step
 from segtrain.engine.layouts import Layout, pair, single
 from segtrain.errors import RunFailed, UserError
-from segtrain.events import Event, Notice, Sampled, TrainStep
+from segtrain.event import Event, Notice, Sampled, TrainStep
 from segtrain.lora.layers import attach
 from segtrain.memory import anatomy, choices
 from segtrain.memory.backends import BACKENDS

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import psutil
 
-from segtrain.events import Memory
+from segtrain.event import Memory
 
 GIB = 2**30
 _process = psutil.Process()

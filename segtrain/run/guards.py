@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from segtrain.errors import RunFailed
-from segtrain.events import Memory, Notice
+from segtrain.event import Memory, Notice
 from segtrain.run.state import RunState
 from segtrain.run.updates import Update, Updates
 from segtrain.storage import checkpoint

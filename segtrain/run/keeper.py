@@ -10,7 +10,7 @@ from typing import Any
 
 from segtrain.data import Data
 from segtrain.errors import RunFailed, UserError
-from segtrain.events import Event, Notice, Saved
+from segtrain.event import Event, Notice, Saved
 from segtrain.lora import adapters
 from segtrain.parallel.ranks import Ranks
 from segtrain.recipe.schema import Recipe

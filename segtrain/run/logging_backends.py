@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from segtrain.errors import UserError, reason
-from segtrain.events import Evaluated, Event, RunEnded, TrainStep
+from segtrain.event import Evaluated, Event, RunEnded, TrainStep
 
 Logger: TypeAlias = Callable[[Event], None]
 

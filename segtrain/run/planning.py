@@ -16,7 +16,7 @@ from segtrain.engine import groups
 from segtrain.engine.backward import Backward
 from segtrain.engine.layouts import Layout
 from segtrain.errors import RunFailed
-from segtrain.events import Event, Memory, Notice, PlanChosen
+from segtrain.event import Event, Memory, Notice, PlanChosen
 from segtrain.memory import anatomy, choices, rows
 from segtrain.memory.anatomy import Subject
 from segtrain.memory.backends import Backend

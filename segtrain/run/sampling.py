@@ -8,7 +8,7 @@ from mlx_lm.sample_utils import make_sampler
 from segtrain.data.chat import ChatTemplate
 from segtrain.data.tokenizer import Codec
 from segtrain.errors import UserError, reason
-from segtrain.events import Sampled
+from segtrain.event import Sampled
 from segtrain.models.load import Loaded
 from segtrain.models.positions import learnt
 from segtrain.recipe.schema import Recipe

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from segtrain.errors import UserError
-from segtrain.events import Notice
+from segtrain.event import Notice
 from segtrain.memory import anatomy, choices, source
 from segtrain.memory.meter import GIB
 from segtrain.models.weights import Streamed

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from segtrain.data import Data, open_data
 from segtrain.engine import objectives
 from segtrain.errors import UserError
-from segtrain.events import DataRead, Evaluated, Event, Notice, RunEnded, RunStarted, TrainStep
+from segtrain.event import DataRead, Evaluated, Event, Notice, RunEnded, RunStarted, TrainStep
 from segtrain.memory.backends import here
 from segtrain.memory.meter import Meter
 from segtrain.models.load import Loaded, load

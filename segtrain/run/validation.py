@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from segtrain.data.rows import Row
-from segtrain.events import Evaluated
+from segtrain.event import Evaluated
 from segtrain.run.session import Session
 from segtrain.run.state import RunState
 from segtrain.run.updates import Choose, Totals, Updates

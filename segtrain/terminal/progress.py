@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from segtrain.events import (
+from segtrain.event import (
     DataRead,
     Evaluated,
     Event,
