@@ -290,7 +290,7 @@ def least_budget(case: Case, folder: Path) -> str:
     model = anatomy.of_config(loaded.config, "cpu", lambda layers: choices.adapter(recipe, layers))
     chooser = choices.chooser(model, BACKENDS["cpu"], recipe, resident=resident).relaxed()
     row = choices.row_of(longest, preference=case.loss == "orpo", shared=recipe.engine.prefix_sharing)
-    return f"{-(-chooser.leanest(row).peak // 1024)}KiB"
+    return f"{-(-chooser.least(row) // 1024)}KiB"
 
 
 def candidate(case: Case, path: Path) -> str:

@@ -33,7 +33,7 @@ def lines() -> list[dict[str, object]]:
             budget = device(f"mac-{mac}gb").budget
 
             def fits(length: int, budget: int = budget, chooser: Chooser = chooser) -> bool:
-                return chooser.leanest(choices.row_of(length, preference=False, shared=False)).peak <= budget
+                return chooser.fits(choices.row_of(length, preference=False, shared=False), budget)
 
             limit = model.positions or 1 << 20
             line = {"model": name, "mac_gb": mac, "budget_gb": round(budget / 10**9, 1)}

@@ -192,7 +192,7 @@ class Subject:
         chooser = choices.chooser(shapes_of(self.shape, self.dtype), here(), None, resident=self.resident)
         shape = choices.aligned(rows.of_layout(self._layout(setting)), here())
         fixed, size = chooser.estimator.fixed, setting["engine"].get("segment_size")
-        need = chooser.leanest(shape, sizes=(size,) if size else None).peak - fixed
+        need = chooser.least(shape, sizes=(size,) if size else None) - fixed
         return f"{(fixed + BUDGETS[setting['budget']] * need) / MB:.0f}MB"
 
     def _layout(self, setting: dict[str, Any]) -> Any:

@@ -66,6 +66,29 @@ def test_a_larger_budget_is_never_slower(length: int, power: int) -> None:
         assert large.relative_time <= DEARER * (small.relative_time + EQUAL)
 
 
+@pytest.mark.parametrize("share", [0.9, 1.0, 1.1])
+def test_a_row_fits_where_the_leanest_candidate_does(share: float) -> None:
+    mine, row = chooser(), rows.sft(2048)
+    least = min(mine.option(row, plan).peak for plan in mine.plans(row, (1,)))
+    assert mine.least(row) == mine.leanest(row).peak == least
+    assert mine.fits(row, round(share * least)) == (share >= 1)
+
+
+@pytest.mark.parametrize("keep", [0, 3])
+def test_layers_of_one_kind_are_estimated_once(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan's estimate for 40 layers takes no longer than for 4."""
+    asked: list[range] = []
+    original = Estimator._live
+    monkeypatch.setattr(Estimator, "_live", lambda self, s, *a, **k: asked.append(s) or original(self, s, *a, **k))
+    counts = []
+    for layers in (4, 40):
+        asked.clear()
+        estimator = chooser(config={"num_hidden_layers": layers}).estimator
+        estimator.peak(rows.sft(300), Plan("segmented", keep=keep))
+        counts.append(len(asked))
+    assert counts == [1 + bool(keep)] * 2
+
+
 def test_full_backward_where_it_fits_and_segments_where_it_does_not() -> None:
     mine, row = chooser(), rows.sft(2048)
     full = mine.option(row, next(mine.full(row)))

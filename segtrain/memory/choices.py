@@ -56,7 +56,7 @@ def chooser(
 
 def too_large(chooser: Chooser, budget: int) -> bool:
     """Whether not even a short row could be trained within `budget`."""
-    return chooser.relaxed().leanest(row_of(SHORT, preference=False, shared=False)).peak > budget
+    return not chooser.relaxed().fits(row_of(SHORT, preference=False, shared=False), budget)
 
 
 def adapter(recipe: "Recipe | None", layers: int) -> dict[str, Any]:

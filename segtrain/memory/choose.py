@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from segtrain.engine.segments import layer_cuts, leanest_boundaries
 from segtrain.memory.corrections import Corrections, kind
-from segtrain.memory.estimate import Estimator
+from segtrain.memory.estimate import Estimator, Peak
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import RowShape
 from segtrain.memory.timing import Timer
@@ -100,9 +100,8 @@ class Chooser:
         return Chooser(self.estimator, self.timer, self.settings, corrections)
 
     def _option(self, row: RowShape, plan: Plan) -> Option:
-        peak, ratio = self.estimator.peak(row, plan), self.corrections.ratio(plan)
-        base = {"model": self.estimator.resident, "adapter": self.estimator.state}
-        parts = {name: base.get(name, 0) + ratio * (size - base.get(name, 0)) for name, size in peak.parts.items()}
+        peak = self.estimator.peak(row, plan)
+        parts = self._corrected(peak, plan)
         plan = replace(plan, peak_bytes=round(sum(parts.values())))
         rate = self.corrections.rates.get(kind(plan))
         seconds = rate * self.timer.cost(row, plan) if rate else None
@@ -116,6 +115,16 @@ class Chooser:
             self.estimator.read(row, plan),
         )
 
+    def _bytes(self, row: RowShape, plan: Plan) -> int:
+        """The peak of `option`, without the rest."""
+        return round(sum(self._corrected(self.estimator.peak(row, plan), plan).values()))
+
+    def _corrected(self, peak: Peak, plan: Plan) -> dict[str, float]:
+        """The parts of an estimate by what was measured here."""
+        ratio = self.corrections.ratio(plan)
+        base = {"model": self.estimator.resident, "adapter": self.estimator.state}
+        return {name: base.get(name, 0) + ratio * (size - base.get(name, 0)) for name, size in peak.parts.items()}
+
     def fastest(self, row: RowShape, budget: int, *, sizes: Sequence[int] | None = None) -> Option | None:
         """The fastest candidate for `row` whose peak is within `budget`; None: there is none."""
         fitting = [x for x in (self.option(row, plan) for plan in self.plans(row, sizes)) if x.peak <= budget]
@@ -123,7 +132,15 @@ class Chooser:
 
     def leanest(self, row: RowShape, *, sizes: Sequence[int] | None = None) -> Option:
         """The candidate with the lowest peak."""
-        return min((self.option(row, plan) for plan in self._lean_plans(row, sizes)), key=lambda x: x.peak)
+        return self.option(row, min(self._lean_plans(row, sizes), key=lambda plan: self._bytes(row, plan)))
+
+    def least(self, row: RowShape, *, sizes: Sequence[int] | None = None) -> int:
+        """The lowest peak of all candidates, in bytes."""
+        return min(self._bytes(row, plan) for plan in self._lean_plans(row, sizes))
+
+    def fits(self, row: RowShape, budget: int, *, sizes: Sequence[int] | None = None) -> bool:
+        """Whether a candidate's peak is within `budget`."""
+        return any(self._bytes(row, plan) <= budget for plan in self._lean_plans(row, sizes))
 
     def full(self, row: RowShape) -> Iterator[Plan]:
         """Ways to run full backward, which never works on dense copies of quantised weights."""

@@ -75,8 +75,6 @@ class Estimator:
         if streamed:
             self.resident -= sum(self.layer_bytes)
         self.adapter = [4 * layer.adapter for layer in model.layers]
-        kinds: dict[Layer, int] = {}
-        self._kind = [kinds.setdefault(layer, len(kinds)) for layer in model.layers]
         self._known: dict[tuple, float] = {}
         self.state = sum(self.adapter) * (1 + MOMENTS.get(optimizer, 2) + accumulates)
 
@@ -118,7 +116,7 @@ class Estimator:
         return self._remembered("temporaries", i, rows, mlp_rows, False)
 
     def _remembered(self, name: str, i: int, rows: int, mlp_rows: int | None, compiled: bool) -> float:
-        key = (name, self._kind[i], rows, mlp_rows, compiled)
+        key = (name, self.model.kinds[i], rows, mlp_rows, compiled)
         if key not in self._known:
             layer = self.model.layers[i]
             if name == "residuals":
@@ -212,7 +210,8 @@ class Estimator:
         saved = [len(groups) * edge for edge in edges]
         constants = sum(self.constants(rows) for rows in row.streams)
         boundaries = {"boundaries": sum(saved) + sum(edges) + constants, "kept": sum(kept)}
-        forward = max(self._forward(segment, max(row.streams), plan) for segment in starmap(range, frozen + trained))
+        unlike = {self._kinds(segment): segment for segment in starmap(range, frozen + trained)}
+        forward = max(self._forward(segment, max(row.streams), plan) for segment in unlike.values())
         weights = self._weights(frozen + trained, plan)
         yield "forward", {**boundaries, **weights, "layer": forward}
         yield "head", {**boundaries, **self._head(row, plan)}
@@ -231,24 +230,31 @@ class Estimator:
         self, groups: Sequence[Sequence[range]], rows: int, others: Mapping[str, float], kept_from: int, plan: Plan
     ) -> Iterator[tuple[str, dict[str, float]]]:
         """A stream's moments of backward, last segment first. `others`: bytes beside its own."""
-        edge, made = self.boundary(rows), 0.0
+        edge, made, whole = self.boundary(rows), 0.0, float(sum(self.adapter))
+        products = [self._products(i, rows, plan) for i in range(kept_from, len(self.model.layers))]
+        live: dict[tuple[tuple[int, ...], bool], float] = {}  # by the segment's kinds of layers
         for number in range(len(groups) - 1, -1, -1):
             for place in range(len(groups[number]) - 1, -1, -1):
                 segment = groups[number][place]
-                live = self._live(segment, rows, plan, kept=segment.start >= kept_from) * self._at_once(plan)
+                key = self._kinds(segment), segment.start >= kept_from
+                if key not in live:
+                    live[key] = self._live(segment, rows, plan, kept=key[1]) * self._at_once(plan)
                 # What a kept segment remembers is among its residuals.
-                kept = sum(self._products(i, rows, plan) for i in range(kept_from, segment.start))
+                kept = sum(products[: max(0, segment.start - kept_from)])
                 yield (
                     "backward",
                     {
                         **others,
                         "boundaries": others["boundaries"] + edge * (number + 1 + place),
                         "kept": others["kept"] + kept,
-                        "layer": live,
-                        "adapter": min(others["adapter"] + made, float(sum(self.adapter))),
+                        "layer": live[key],
+                        "adapter": min(others["adapter"] + made, whole),
                     },
                 )
                 made += sum(self.adapter[i] for i in segment)
+
+    def _kinds(self, segment: range) -> tuple[int, ...]:
+        return self.model.kinds[segment.start : segment.stop]
 
     def _weights(self, segments: Sequence[tuple[int, int]], plan: Plan) -> dict[str, float]:
         """Bytes of the streamed weights in memory while a segment runs; nothing where the model is there as a whole."""

@@ -26,7 +26,7 @@ class Linear:
     def parameters(self) -> int:
         return self.inputs * self.outputs * max(self.experts, 1)
 
-    @property
+    @cached_property
     def active(self) -> int:
         """Parameters that one token is multiplied by."""
         return self.inputs * self.outputs * (self.chosen if self.experts else 1)
@@ -137,7 +137,7 @@ class Layer:
     def parameters(self) -> int:
         return sum(linear.parameters for linear in self.linears)
 
-    @property
+    @cached_property
     def active(self) -> int:
         return sum(linear.active for linear in self.linears)
 
@@ -163,3 +163,19 @@ class Model:
     def lowest(self) -> int:
         """The lowest layer with a trainable parameter."""
         return next((i for i, layer in enumerate(self.layers) if layer.adapter), 0)
+
+    @cached_property
+    def distinct(self) -> tuple[Layer, ...]:
+        """One layer of each kind: layers of the same shapes are of one kind."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """By layer, the number of its kind."""
+        numbers = {layer: number for number, layer in enumerate(self.distinct)}
+        return tuple(numbers[layer] for layer in self.layers)
+
+    @cached_property
+    def active(self) -> int:
+        """Parameters of all layers that one token is multiplied by."""
+        return sum(layer.active for layer in self.layers)

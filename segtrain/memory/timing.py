@@ -11,7 +11,9 @@ the time it takes to hand it the operations, of which segments have far more tha
 factors were fitted to an H200's times at the 8B shape (`benchmarks/plan_accuracy.py --set gpu`, `benchmarks/floor.py`).
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from segtrain.engine.segments import layer_cuts
 from segtrain.memory.backends import Backend
@@ -49,12 +51,21 @@ DEFAULTS = {
 }
 
 
+class _Place(NamedTuple):
+    """Of which kind a layer is, whether it is trained, and whether its products are kept from forward to backward."""
+
+    kind: int
+    trained: bool
+    kept: bool
+
+
 class Timer:
     """Operation counts of one model on one backend."""
 
     def __init__(self, model: Model, backend: Backend, lowest: int = 0, speed: Speed | None = None):
         self.model, self.backend, self.lowest = model, backend, lowest
         self.speed = speed or DEFAULTS[backend.name]
+        self._counted: dict[int, Counter[_Place]] = {}
 
     def relative(self, row: RowShape, plan: Plan) -> float:
         """Time of a step on `row` by `plan` over that of full backward (uncompiled, as it stands in memory)."""
@@ -83,31 +94,39 @@ class Timer:
             chunks = -(-rows // plan.mlp_rows) if plan.mlp_rows is not None and rows > plan.mlp_rows else 0
             # One forward pass more was measured to cost nearly as much as the other two and the backward pass.
             tokens += full if plan.backward == "full" else segmented * (1 + made_again) + chunk * chunks
-        return 2.0 * tokens * sum(layer.active for layer in self.model.layers)
+        return 2.0 * tokens * self.model.active
 
     def _packed(self, plan: Plan) -> float:
         """What products of packed weights cost more than dense ones, where the plan leaves them packed."""
         return self.speed.packed if self.model.packed and not plan.dequantize else 1.0
 
     def _stream(self, rows: int, plan: Plan) -> float:
-        packed = self._packed(plan)
-        count, total = len(self.model.layers), 0.0
-        made_again = self._made_again(plan)
-        for i, layer in enumerate(self.model.layers):
-            matmul = 2.0 * layer.active * (rows + OVERHEAD) * packed
-            attention = self._attention(layer, rows)
-            forwards = 1.0
-            recomputed = 0.0  # the share of the products that is computed again
-            if plan.backward == "segmented" and i >= self.lowest:
-                kept = 1.0 if i >= count - plan.keep else 0.0
-                recomputed = (1.0 - kept) * self._again(layer, plan, rows) + made_again
-                forwards += 1 + made_again
-            chunked = plan.mlp_rows is not None and rows > plan.mlp_rows and i >= self.lowest
-            backward = (self.speed.mlp_chunks if chunked else 1.0) if i >= self.lowest else 0.0
-            total += matmul * (1 + recomputed + backward) + attention * (forwards + ATTENTION_BACKWARD * bool(backward))
-        edges = 0 if plan.backward == "full" else -(-count // plan.segment_size)
-        mean = 2.0 * sum(layer.active for layer in self.model.layers) / count
-        return total + edges * EDGE_TOKENS * mean
+        places = self._places(plan.keep if plan.backward == "segmented" else len(self.model.layers))
+        total = sum(count * self._layer(place, rows, plan) for place, count in places.items())
+        layers = len(self.model.layers)
+        edges = 0 if plan.backward == "full" else -(-layers // plan.segment_size)
+        return total + edges * EDGE_TOKENS * 2.0 * self.model.active / layers
+
+    def _places(self, keep: int) -> Counter[_Place]:
+        """How many layers are of one kind and alike in what is done with them, the last `keep` of them kept."""
+        if keep not in self._counted:
+            kept_from = len(self.model.layers) - keep
+            kinds = enumerate(self.model.kinds)
+            self._counted[keep] = Counter(_Place(kind, i >= self.lowest, i >= kept_from) for i, kind in kinds)
+        return self._counted[keep]
+
+    def _layer(self, place: _Place, rows: int, plan: Plan) -> float:
+        """One layer's operations in a step."""
+        layer, backward, recomputed, forwards = self.model.distinct[place.kind], 0.0, 0.0, 1.0
+        if place.trained and plan.backward == "segmented":
+            made_again = self._made_again(plan)
+            recomputed = made_again + (0.0 if place.kept else self._again(layer, plan, rows))
+            forwards += 1 + made_again
+        if place.trained:
+            backward = self.speed.mlp_chunks if plan.mlp_rows is not None and rows > plan.mlp_rows else 1.0
+        matmul = 2.0 * layer.active * (rows + OVERHEAD) * self._packed(plan)
+        attention = self._attention(layer, rows) * (forwards + ATTENTION_BACKWARD * place.trained)
+        return matmul * (1 + recomputed + backward) + attention
 
     def _made_again(self, plan: Plan) -> float:
         """The share of the segments that run forward once more, for carries that were let go of."""

@@ -197,7 +197,7 @@ class Planner:
     def fitting(self, limit: int) -> int:
         """Tokens of the longest row up to `limit` for which there is a plan (of pairs like the longest known one)."""
         chooser = self.chooser.relaxed()
-        return longest(lambda length: chooser.leanest(self._row(length)).peak <= self.budget, limit)
+        return longest(lambda length: chooser.fits(self._row(length), self.budget), limit)
 
     def _hold(self, plan: Plan) -> None:
         """Over a plan's predicted peak allocations wait for running work: evaluation runs ahead no further.
@@ -284,7 +284,7 @@ class Planner:
         return found
 
     def _refusal(self, row: RowShape) -> str:
-        need = self.chooser.relaxed().leanest(row).peak
+        need = self.chooser.relaxed().least(row)
         far = self.fitting(max(row.streams))
         fix = f"set data.max_seq_length to {far}, or " if far else ""
         first = "".join(f"{text}; or " for text in choices.remedies(self.chooser))

@@ -174,7 +174,7 @@ class _Case:
 
     def _fits(self, size: int | None) -> Callable[[int], bool]:
         chosen = None if size is None else (size,)
-        return lambda length: self.chooser.leanest(self.row(length), sizes=chosen).peak <= self.budget
+        return lambda length: self.chooser.fits(self.row(length), self.budget, sizes=chosen)
 
     def _as_json(self, option: Option, far: int) -> dict[str, Any]:
         return {
@@ -198,7 +198,7 @@ class _Case:
         return found
 
     def _advice(self, length: int, limit: int) -> str:
-        need = self.chooser.leanest(self.row(length)).peak
+        need = self.chooser.least(self.row(length))
         far = longest(self._fits(None), limit)
         text = f"rows of {length:,} tokens need a budget of {_rounded_up(need)}"
         return f"rows of up to {far:,} tokens fit; {text}" if far else text
@@ -236,7 +236,7 @@ def _planned_for(target: Device, limit: int) -> str:
 
 def _require_room(chooser: Chooser, budget: int, name: str) -> None:
     """Raise UserError where not even a short row could be trained."""
-    need = chooser.leanest(choices.row_of(128, preference=False, shared=False)).peak
+    need = chooser.least(choices.row_of(128, preference=False, shared=False))
     if need > budget:
         fixed = chooser.estimator.fixed
         raise UserError(
