@@ -55,10 +55,9 @@ lock:
 		--generate-hashes --no-emit-index-url --custom-compile-command "make lock" --output-file $(LOCK)
 
 quickstart: setup
-	@dir=$$(mktemp -d)/demo && \
-	$(BIN)/segtrain sft configs/demo.yaml --set output.dir=$$dir && \
-	echo "The adapter is in $$dir. Try it:" && \
-	echo "  $(BIN)/mlx_lm.generate --model examples/demo-model --adapter-path $$dir --prompt 'Define teacher.'"
+	$(BIN)/segtrain sft configs/demo.yaml --overwrite
+	@echo "The adapter is in runs/demo. To use the commands as they stand above and in README.md:"
+	@echo "  source $(BIN)/activate"
 
 clean:
 	rm -rf $(VENV) $(VENV)-lock dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

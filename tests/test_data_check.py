@@ -80,6 +80,14 @@ def test_the_sample_is_a_row_token_by_token(tmp_path):
     assert report.sample.tokens == expected
 
 
+def test_of_a_pair_both_answers_are_shown(tmp_path):
+    report = checked(write(tmp_path / "a.jsonl", [{"prompt": "ab", "chosen": "c", "rejected": "d"}]))
+    assert [(sample.answer, "".join(sample.pieces)) for sample in report.shown] == [
+        ("chosen", "<s>abc</s>"),
+        ("rejected", "<s>abd</s>"),
+    ]
+
+
 @pytest.mark.parametrize("workers", SEVERAL)
 def test_all_malformed_rows_are_counted_and_the_first_one_told(tmp_path, workers):
     rows = [*texts(10), "{broken", {"text": 3}, *texts(300), {"text": 4}]

@@ -130,11 +130,23 @@ def test_plain_lines_say_what_the_events_say():
         "eval step 10: loss 1.5000  acc 0.50  over 50 rows in 3.0 s  (best so far)",
         "saved step 10: runs/my-run/checkpoints/step-0000010",
         "done  10 steps in 1:10",
-        "peak 12.0 GiB (predicted 12.5 GiB)",
+        "MLX's peak 12.0 GiB (predicted 12.5 GiB)",
+        "the process ",
+        "loss 2.0000 to 2.0000 (mean of the last 5 updates)",
         "best eval loss 1.5000 at step 10",
         "adapter  runs/my-run/adapters.safetensors",
+        "next  mlx_lm.generate --model org/Model-8B \\\n        --adapter-path runs/my-run",
+        "      segtrain report runs/my-run",
     ):
         assert words in text, words
+
+
+def test_the_loss_at_the_end_is_a_mean_of_few_updates():
+    """A long average would lag: of ten losses 10, 9, ..., 1 the last five have the mean 3."""
+    ended = RunEnded("done", 10, 70.0, Path("runs/a/adapters.safetensors"))
+    losses = (step(i, loss=11.0 - i) for i in range(1, 11))
+    assert "loss 10.0000 to 3.0000 (mean of the last 5 updates)" in rendered([started(), *losses, ended])
+    assert "(one update)" in rendered([started(1), step(1), RunEnded("done", 1, 7.0, ended.adapter)])
 
 
 def test_the_evaluation_before_training_is_shown_beside_the_best():
@@ -357,7 +369,7 @@ CHECK = CheckReport(
     truncated={"truncate_prompt": Reason(1, ["train.jsonl:7"])},
     duplicates={},
     split_prompts={},
-    sample=SAMPLE,
+    shown=[SAMPLE],
     suggestions=[],
 )
 
@@ -372,15 +384,25 @@ def test_check_shows_lengths_reasons_and_a_sample_with_marks():
     assert "truncate prompt  1  train.jsonl:7" in text
     assert "duplicates" not in text
     assert "2 of 5 tokens are supervised, between ⟦ and ⟧" in text
-    assert "user│\\n│\nHi⟦\\x1b[31m│.⟧" in text
+    assert "user·\\n·\nHi⟦\\x1b[31m·.⟧" in text
+
+
+def test_check_of_pairs_shows_both_answers_and_says_what_its_counts_mean():
+    answers = [replace(SAMPLE, answer=name) for name in ("chosen", "rejected")]
+    counts = {"rows": 2, "identical": 0, "fallbacks": 1, "prompt_share": 0.5, "shared_share": 0.25}
+    text = printed(print_check, replace(CHECK, shown=answers, counts=counts))
+    assert "sample train.jsonl:1, the chosen answer" in text
+    assert "sample train.jsonl:1, the rejected answer" in text
+    assert "fallbacks: pairs whose prompts differ" in text
+    assert "fallbacks:" not in printed(print_check, CHECK)
 
 
 def test_a_text_can_not_look_supervised():
-    pieces = ["[INST]", "⟦", "a|b", "│", "\\<x"]
+    pieces = ["[INST]", "⟦", "a|b", "·", "\\<x"]
     sample = Sample("x:1", pieces, [False] * 4 + [True])
     wide, plain = ("".join(map(str, sample_lines(sample, 80, marks)[3:])) for marks in (WIDE_MARKS, PLAIN_MARKS))
-    assert wide == r"[INST]│\u27e6│a|b│\u2502⟦\<x⟧"
-    assert plain == r"[INST]\|⟦\|a|b\|│\<\\<x\>"
+    assert wide == r"[INST]·\u27e6·a|b·\u00b7⟦\<x⟧"
+    assert plain == r"[INST]\.⟦\.a|b\.·\<\\<x\>"
 
 
 def test_check_on_a_terminal_marks_supervised_tokens_by_underline_too():

@@ -113,6 +113,13 @@ def test_the_evaluation_before_training_is_no_best_one(run):
     assert "0.1000 best evaluation" in words
 
 
+def test_the_first_tile_is_the_loss_of_the_last_few_updates(run):
+    """A smoothed loss would lag ten updates behind: 3 / step over steps 36 to 40."""
+    words = Page(write_report(run)).words
+    assert f"{fmean(3 / step for step in range(36, 41)):.4f} loss, mean of the last 5 updates" in words
+    assert "6.00 GiB the whole process" in words
+
+
 def test_the_page_needs_nothing_from_outside(run):
     page = Page(write_report(run))
     assert not {"link", "img", "iframe", "object", "base"} & set(page.tags)

@@ -47,10 +47,14 @@ class CheckReport:
     truncated: dict[str, Reason]
     duplicates: dict[str, Reason]
     split_prompts: dict[str, Reason]
-    sample: Sample | None
+    shown: list[Sample]  # one row to look at; of a pair, both answers
     suggestions: list[str]
     form: str = ""  # what the rows are in, as recognised: chat, completion, ...
     samples: list[Sample] = field(default_factory=list)  # the first rows, as many as were asked for
+
+    @property
+    def sample(self) -> Sample | None:
+        return self.shown[0] if self.shown else None
 
     def as_json(self) -> dict[str, Any]:
         """`{"counts": ..., "rows": ...}`, as `segtrain check --json` prints it."""
@@ -173,7 +177,7 @@ class _Checker:
             truncated=_reasons(self._cut(preference), train.truncated),
             duplicates=duplicates,
             split_prompts=_reasons("prompts of chosen and rejected differ", train.split_prompts),
-            sample=samples_of(codec, self.sought.row)[0] if self.sought.row else None,
+            shown=samples_of(codec, self.sought.row) if self.sought.row else [],
             suggestions=self._suggestions(train, duplicates, name),
             form=self.pipeline.forms,
             samples=[sample for row in self.first for sample in samples_of(codec, row)],

@@ -81,12 +81,15 @@ engine:
   memory_budget: auto            # e.g. 24GB; auto: what the device recommends
 
 train:
-  epochs: 1                      # or steps: N (optimiser updates)
+  epochs: 1                      # times through the data; fewer than 100 rows want 10 to 20; or steps: N (updates)
   learning_rate: {rate}        # too high: the loss jumps; too low: it barely falls
   lr_schedule: cosine            # falls to 0 at the end; or linear, constant
   warmup_ratio: 0.03             # share of the updates in which the rate rises
   grad_accumulation_steps: 4     # rows an update; more: steadier, fewer updates an epoch; costs no memory
   seed: 0
+
+eval:
+  prompts: []                    # questions to answer before training and at each evaluation: ["What is ...?"]
 
 output:
   dir: runs/{stem}

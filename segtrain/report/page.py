@@ -14,16 +14,18 @@ from importlib.resources import files
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from segtrain.errors import UserError
-from segtrain.report.run_files import Record, RunFiles, column, largest, number, read_run, smoothed
+from segtrain.report.run_files import Record, RunFiles, column, largest, number, read_run
 from segtrain.terminal.format import count, duration, gib, named, value
 
 if TYPE_CHECKING:
     from segtrain.report.charts import Chart
 
 SAMPLES = 60  # the newest ones; all are in samples.jsonl
+LAST = 5  # updates whose mean loss is shown first
 
 
 def write_report(run: Path) -> Path:
@@ -105,19 +107,20 @@ def _state(run: RunFiles) -> str:
 
 
 def _tiles(run: RunFiles) -> str:
-    losses = [loss for loss in smoothed(column(run.train, "loss")) if loss is not None]
+    losses = [loss for loss in column(run.train, "loss") if loss is not None][-LAST:]
     tokens, seconds = _total(run.train, "tokens"), _total(run.train, "step_seconds")
     before = next(iter(column(run.at_start, "loss")), None)
     evals = [loss for loss in column(run.evals[len(run.at_start) :], "loss") if loss is not None]
-    peak = largest(run.train, "peak_gib")
+    peak, process = largest(run.train, "peak_gib"), largest(run.train, "rss_gib")
     tiles = {
-        "loss, smoothed": f"{losses[-1]:.4f}" if losses else None,
+        f"loss, mean of the last {len(losses)} updates": f"{fmean(losses):.4f}" if losses else None,
         **({} if before is None else {"evaluation before training": f"{before:.4f}"}),
         "best evaluation": f"{min(evals):.4f}" if evals else None,
         "tokens trained": count(tokens) if tokens else None,
         "tokens a second": f"{tokens / seconds:,.0f}" if tokens and seconds else None,
         "time in steps": duration(seconds) if seconds else None,
-        "peak memory": gib(peak) if peak is not None else None,
+        "MLX's peak memory": gib(peak) if peak is not None else None,
+        "the whole process": gib(process) if process is not None else None,
     }
     shown = "".join(f"<div><b>{_text(v or '–')}</b><span>{_text(k)}</span></div>" for k, v in tiles.items())
     return f'<div class="tiles">{shown}</div>'

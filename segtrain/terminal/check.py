@@ -9,12 +9,18 @@ from rich.console import Console
 from rich.text import Text
 
 from segtrain.terminal.console import fits, line_width, make_console, unicode_bars, write
-from segtrain.terminal.format import clean, count, label, listed, wrapped
+from segtrain.terminal.format import clean, count, label, listed, paragraph, wrapped
 from segtrain.terminal.table import bar
 
 BAR = 40
 SAMPLE_TOKENS = 400  # shown; a longer row is cut in its middle
 _NEWLINE = "\\n"
+PAIRS = {
+    "identical": "pairs with twice the same answer; they teach no preference",
+    "fallbacks": "pairs whose prompts differ between the answers, so that each answer runs with its own prompt",
+    "prompt_share": "the prompt's part of the longest pair",
+    "shared_share": "the part of all tokens that needn't be computed, since both answers use one prompt",
+}
 
 
 def print_check(report: Any, *, console: Console | None = None) -> None:
@@ -25,6 +31,9 @@ def print_check(report: Any, *, console: Console | None = None) -> None:
     console = console or make_console()
     width = line_width(console)
     write(console, *wrapped("data", listed(report.counts), width))
+    for name, meaning in PAIRS.items():
+        if name in report.counts:
+            write(console, *paragraph("  ", f"{label(name)}: {meaning}", width))
     if report.form:
         write(console, f"form  {clean(report.form)}")
     if report.histogram:
@@ -36,7 +45,7 @@ def print_check(report: Any, *, console: Console | None = None) -> None:
     for text in report.suggestions:
         write(console, *textwrap.wrap(f"note  {clean(text)}", width, subsequent_indent=" " * 6, break_on_hyphens=False))
     marks = WIDE_MARKS if unicode_marks(console) else PLAIN_MARKS
-    for sample in report.samples or filter(None, [report.sample]):
+    for sample in report.samples or report.shown:
         write(console, "", *sample_lines(sample, width, marks))
 
 
@@ -59,7 +68,8 @@ def sample_lines(sample: Any, width: int, marks: "Marks") -> list[Text]:
     A sample has pieces (text of each token), supervised (one flag each), origin, and a weight unless that is 1.
     """
     pieces, flags = sample.pieces, sample.supervised
-    head = Text(f"sample {clean(sample.origin)}", "bold")
+    answer = f", the {sample.answer} answer" if sample.answer else ""
+    head = Text(f"sample {clean(sample.origin)}{answer}", "bold")
     weighed = "" if sample.weight == 1 else f", of weight {sample.weight:g}"
     note = (
         f"  {sum(flags):,} of {len(flags):,} tokens are supervised{weighed}, between {marks.start} and {marks.end}; "
@@ -83,13 +93,13 @@ class Marks:
         return clean(piece)
 
 
-WIDE_MARKS = Marks("⟦", "⟧", "│", {"⟦": r"\u27e6", "⟧": r"\u27e7", "│": r"\u2502"})
-PLAIN_MARKS = Marks(r"\<", r"\>", r"\|", {"\\": r"\\"})
+WIDE_MARKS = Marks("⟦", "⟧", "·", {"⟦": r"\u27e6", "⟧": r"\u27e7", "·": r"\u00b7"})
+PLAIN_MARKS = Marks(r"\<", r"\>", r"\.", {"\\": r"\\"})
 
 
 def unicode_marks(console: Console) -> bool:
     """Whether the marks can be written in the console's encoding."""
-    return unicode_bars(console) and fits("⟦⟧│", console.encoding)
+    return unicode_bars(console) and fits("⟦⟧·", console.encoding)
 
 
 def _shortened(tokens: list[tuple[str, bool]]) -> list[tuple[str, bool]]:

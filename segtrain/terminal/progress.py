@@ -4,10 +4,13 @@
 `segtrain.terminal` and are re-exported here.
 """
 
+import shlex
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -61,6 +64,7 @@ Clock = Callable[[], float]
 
 REFRESH_SECONDS = 0.25  # the live area is never repainted more often: it stays calm over ssh
 SMOOTHING = 0.9  # weight of the past in the smoothed loss
+LAST = 5  # updates whose mean loss stands for a run's end
 SAMPLE_CHARACTERS = 300
 
 _METRICS = {  # metric: (name shown, format)
@@ -125,13 +129,16 @@ class _Run:
 
     clock: Clock
     started: float = 0.0
+    model: str = ""
     steps: int = 0
     first_step: int = 0
     predicted_gib: float | None = None
     peak_gib: float = 0.0
+    process_gib: float = 0.0
     tokens: int = 0
     step_seconds: float = 0.0
     first_loss: float | None = None
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
     last: TrainStep | None = None
     before: Evaluated | None = None  # the evaluation ahead of the first update
     best: Evaluated | None = None
@@ -145,6 +152,7 @@ class _Run:
         match event:
             case RunStarted():
                 self.steps, self.first_step, self.started = event.steps, event.first_step, self.clock()
+                self.model = event.model
             case PlanChosen():
                 peak = event.plan.get("peak_gib")
                 self.predicted_gib = float(peak) if isinstance(peak, (int, float)) else None
@@ -158,7 +166,9 @@ class _Run:
     def _note_step(self, event: TrainStep) -> None:
         self.last = event
         self.first_loss = event.loss if self.first_loss is None else self.first_loss
+        self.losses.append(event.loss)
         self.peak_gib = max(self.peak_gib, event.memory.peak_gib)
+        self.process_gib = max(self.process_gib, event.memory.rss_gib)
         self.tokens += event.tokens
         self.step_seconds += event.step_seconds
         self._average = SMOOTHING * self._average + (1 - SMOOTHING) * event.loss
@@ -327,10 +337,12 @@ def _ended(event: RunEnded, run: _Run, width: int) -> list[Text]:
         whole = f", {event.step:,} in all" if event.first_step else ""
         pieces = [f"{event.step - event.first_step:,} steps in {duration(event.seconds)}{whole}"]
     if run.last is not None and run.first_loss is not None:
-        pieces.append(f"loss {run.first_loss:.4f} to {run.last.loss:.4f} (smoothed {run.smoothed:.4f})")
+        updates = f"mean of the last {len(run.losses)} updates" if len(run.losses) > 1 else "one update"
+        pieces.append(f"loss {run.first_loss:.4f} to {_mean(list(run.losses)):.4f} ({updates})")
         pieces.append(f"{run.tokens / max(run.step_seconds, 1e-9):,.0f} tok/s")
         predicted = "" if run.predicted_gib is None else f" (predicted {gib(run.predicted_gib)})"
-        pieces.append(f"peak {gib(run.peak_gib)}{predicted}")
+        pieces.append(f"MLX's peak {gib(run.peak_gib)}{predicted}")
+        pieces.append(f"the process {gib(run.process_gib)}")
     if run.best is not None:
         before = "" if run.before is None else f" ({run.before.loss:.4f} before training)"
         pieces.append(f"best eval loss {run.best.loss:.4f} at step {run.best.step}{before}")
@@ -338,6 +350,7 @@ def _ended(event: RunEnded, run: _Run, width: int) -> list[Text]:
     lines = wrapped(event.reason, [*pieces, *listed(event.summary)], width)
     if event.step:
         lines += wrapped("adapter", [clean(event.adapter)], width)
+        lines += _next_commands(run.model, event.adapter.parent) if done else []
     if not done:
         lines.append(
             "the checkpoint is complete; the same command with --resume goes on from it"
@@ -345,6 +358,16 @@ def _ended(event: RunEnded, run: _Run, width: int) -> list[Text]:
             else "there was nothing to save yet; the same command with --resume starts the run"
         )
     return _styled(lines, "bold green" if done else "bold yellow", len(event.reason))
+
+
+def _next_commands(model: str, run: Path) -> list[str]:
+    """What to type next, in a form that can be copied."""
+    model, directory = shlex.quote(clean(model)), shlex.quote(clean(run))
+    return [
+        f"next  mlx_lm.generate --model {model} \\",
+        f'        --adapter-path {directory} --prompt "..."',
+        f"      segtrain report {directory}",
+    ]
 
 
 def _bar(run: _Run, console: Console) -> Text:
