@@ -62,12 +62,11 @@ app = typer.Typer(
     cls=_Commands,
     help="LoRA fine-tuning on MLX at long contexts and on small memory budgets, by segmented backward.",
     epilog=(
-        "\b\nWhat to type next:\n  segtrain init                         writes recipe.yaml, with a comment on each key\n"
-        "  segtrain check recipe.yaml            what would be learnt of your data\n"
-        "  segtrain plan-segments recipe.yaml    memory and time, before anything runs\n"
-        "  segtrain sft recipe.yaml              trains, and says how to try the result\n"
-        "\b\nOn a machine that it has not run on before:\n"
-        "  segtrain doctor                       are gradients right here, is memory bounded?"
+        "\b\nWhat to type next:\n  segtrain init                       a recipe to fill in\n"
+        "  segtrain check recipe.yaml          what is learnt\n"
+        "  segtrain plan-segments recipe.yaml  memory and time\n"
+        "  segtrain sft recipe.yaml            trains\n"
+        "  segtrain doctor                     is this machine right?"
     ),
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
