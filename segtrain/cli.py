@@ -66,7 +66,7 @@ app = typer.Typer(
         "  segtrain check recipe.yaml          what is learnt\n"
         "  segtrain plan-segments recipe.yaml  memory and time\n"
         "  segtrain sft recipe.yaml            trains\n"
-        "  segtrain doctor                     is this machine right?"
+        "  segtrain doctor                     tests this machine"
     ),
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
