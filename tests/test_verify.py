@@ -1,5 +1,6 @@
 """The check that users and unknown models get: it passes right gradients and fails wrong ones."""
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import mlx.core as mx
 import pytest
 import tiny_configs
 from mlx.utils import tree_flatten
+from rich.console import Console
 
 from segtrain.data.rows import Origin, PreferenceRow, SupervisedRow
 from segtrain.engine import objectives
@@ -21,6 +23,7 @@ from segtrain.recipe.schema import Recipe
 from segtrain.run import verify
 from segtrain.run.session import Session, open_session
 from segtrain.run.verify import check_unproven, compare, verify_gradients
+from segtrain.terminal.verify import print_verify
 
 HERE = Origin("row", 1)
 TOKENIZER = data_toys.byte_level()
@@ -215,18 +218,56 @@ def test_rounding_of_a_deep_model_is_judged_by_float64(models: Callable[[str], P
     assert not compare(opened, supervised(20)).passed
 
 
-def test_the_longest_rows_are_looked_at(models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("reference", ["the whole model", "a layer at a time"])
+def test_the_longest_rows_are_looked_at(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str
+):
     """A rotary embedding that follows the row's length, and rows that are padded all the same."""
     path = tmp_path / "internlm"
     scaling = {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0}
     tiny_configs.save("internlm2", path, vocab_size=len(TOKENIZER), max_position_embeddings=64, rope_scaling=scaling)
     TOKENIZER.save_pretrained(path)
     data = lines(tmp_path / "rows.jsonl", {"text": WORDS[:20]}, {"text": WORDS * 4})
+    if reference == "a layer at a time":
+        monkeypatch.setattr(verify, "_most", lambda session: 64)
     report = verify_gradients(recipe(path, data))
     assert report.passed
-    assert report.tokens < 64 < report.long_tokens
+    assert report.tokens < 64 < report.long_tokens == report.longest
+    assert reference in report.long_reference
     monkeypatch.setattr("segtrain.run.session.pads", lambda model, config: True)
     monkeypatch.setattr("segtrain.run.session.align", lambda backend: 128)
     padded = verify_gradients(recipe(path, data))
     assert padded.long_error > 1e-3 > 1e-5 > report.long_error
     assert not padded.passed
+
+
+def test_pairs_as_long_as_the_longest(models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    short = {"prompt": WORDS[:20], "chosen": "yes, the fox", "rejected": "no"}
+    data = lines(tmp_path / "rows.jsonl", short, {**short, "prompt": WORDS * 3})
+    monkeypatch.setattr(verify, "_most", lambda session: 64)
+    report = verify_gradients(recipe(models("gemma4_text"), data))
+    assert report.passed
+    assert 200 < report.longest == report.long_tokens
+    assert report.long_error < 1e-5
+
+
+def test_the_long_row_is_as_long_as_there_is_memory_for(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    data = lines(tmp_path / "rows.jsonl", {"text": WORDS[:20]}, {"text": WORDS * 8})
+    opened = session(models("llama"))
+    row = supervised(40)
+    monkeypatch.setattr(verify, "default_budget", lambda backend: 1 << 30)
+    plenty = verify._most_layerwise(opened, row)
+    monkeypatch.setattr(verify, "default_budget", lambda backend: 1 << 28)
+    less = verify._most_layerwise(opened, row)
+    assert plenty > 3 * less > 0
+    monkeypatch.setattr(verify, "_most", lambda session: 64)
+    monkeypatch.setattr(verify, "_most_layerwise", lambda session, row: 150)
+    report = verify_gradients(recipe(models("llama"), data))
+    assert (report.passed, report.long_tokens) == (True, 150)
+    assert report.longest > 400
+    shown = io.StringIO()
+    print_verify(report, console=Console(file=shown, width=100))
+    assert f"long row: 150 of {report.longest} tokens, as many as there is memory for" in shown.getvalue()
+    assert "against autodiff a layer at a time" in shown.getvalue()

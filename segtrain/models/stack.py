@@ -141,6 +141,11 @@ class LayerStack:
     def __len__(self) -> int:
         return len(self.layers)
 
+    @property
+    def replaces(self) -> bool:
+        """Whether parts of the model's own files are replaced while it runs."""
+        return bool(self._exceptions)
+
     def executing(self, execution: Execution) -> "LayerStack":
         """The same layers, to be run so; this stack stays as it is."""
         view = copy.copy(self)

@@ -7,7 +7,9 @@ random B matrices (with B = 0, as training starts, the gradient of A would vanis
 Two right orders of summation differ more in a deep model than in a shallow one. Where they differ by more than the
 tolerance of float32, both are compared with the plain pass in float64, and the segmented one passes if it is about as
 near to that. A short row can't show what changes with the row's length (rotary embeddings that follow it, padding,
-positions that end), so a row as long as the longest one is compared too, or as long as plain autodiff has memory for.
+positions that end, attention and MLP in blocks), so a row as long as the longest one is compared too, run by the plan
+that training would choose. Where plain autodiff of the whole model has no memory for it, the reference goes a layer at
+a time (`run.layerwise`); where that has none either, the row is as long as there is memory for, and the report says so.
 """
 
 import os
@@ -15,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,15 +25,19 @@ import mlx.nn as nn
 from segtrain.data import PreferenceRow, Row, SupervisedRow, open_data
 from segtrain.data.rows import Origin
 from segtrain.engine import objectives
-from segtrain.engine.backward import FullBackward, SegmentedBackward
-from segtrain.errors import UserError
+from segtrain.engine.backward import Backward, FullBackward, SegmentedBackward, Step
+from segtrain.engine.layouts import Layout
+from segtrain.errors import RunFailed, UserError
 from segtrain.lora.layers import Lora
 from segtrain.memory.backends import here
 from segtrain.memory.device import default_budget
+from segtrain.memory.meter import Meter
 from segtrain.models.load import load
 from segtrain.models.plain import PlainForward
 from segtrain.models.positions import check_positions
 from segtrain.recipe.schema import Recipe
+from segtrain.run.layerwise import Layerwise
+from segtrain.run.planning import Planner
 from segtrain.run.session import Session, open_session
 
 EXACT, HALF = 1e-4, 0.2  # tolerances in float32 and in 16 bits, where two exact orders of summation differ by percents
@@ -39,6 +45,13 @@ SHORT = 256  # tokens of a row that are compared
 TRUTH = 2.0  # times the plain gradients' distance from float64 that the segmented ones may have
 COPIES = 4  # of the logits, and of each layer's attention scores, that plain autodiff holds
 CANDIDATES = 32  # rows of which the shortest is taken
+ROOM = 1.5  # times the memory a token that a short row takes a layer at a time, for a long one
+
+
+class Reference(Protocol):
+    """What gives the gradients that segmented ones are compared with."""
+
+    def step(self, layout: Layout) -> Step: ...
 
 
 @dataclass(frozen=True)
@@ -61,8 +74,10 @@ class VerifyReport:
     tokens: int = 0
     segment_size: int = 1
     row: str = ""
-    long_tokens: int = 0  # of the longest row that was compared, and its largest relative error
+    long_tokens: int = 0  # of the longest row that was compared, its largest relative error, and with what
     long_error: float = 0.0
+    long_reference: str = ""
+    longest: int = 0  # tokens of the longest row there is
 
     @property
     def loss_error(self) -> float:
@@ -77,12 +92,34 @@ def verify_gradients(recipe: Recipe) -> VerifyReport:
     objective = objectives.for_rows(pairs=isinstance(row, PreferenceRow), recipe=recipe)
     session = open_session(recipe, objective, loaded)
     report = compare(session, row)
-    tokens = min(longest, _most(session))
+    return _and_long(session, row, longest, replace(report, longest=longest))
+
+
+def _and_long(session: Session, row: Row, longest: int, report: VerifyReport) -> VerifyReport:
+    """`report` with what a row of `longest` tokens showed, or of as many as there is memory for."""
+    planner = Planner(session, Meter())
+    whole = min(longest, _most(session))
+    tokens = min(longest, planner.fitting(longest))
+    if tokens > whole:
+        tokens = max(whole, min(tokens, _most_layerwise(session, row)))
     if tokens <= report.tokens:
         return report
-    long = _compared(session, lengthened(row, tokens))
-    worst = max(error.relative_error for error in long.rows)
-    return replace(report, passed=report.passed and long.passed, long_tokens=tokens, long_error=worst)
+    long = lengthened(row, tokens)
+    running = _as_planned(session, planner, long)
+    reference = Layerwise(session.stack, session.lora, session.objective) if tokens > whole else None
+    found = _compared(session, long, running, reference)
+    worst = max(error.relative_error for error in found.rows)
+    how = "autodiff a layer at a time" if reference else "autodiff of the whole model"
+    passed = report.passed and found.passed
+    return replace(report, passed=passed, long_tokens=tokens, long_error=worst, long_reference=how)
+
+
+def _as_planned(session: Session, planner: Planner, row: Row) -> Backward | None:
+    """The backward pass with which training would run the row; None where it would refuse it."""
+    try:
+        return session.backward(planner.plan_for(session.layout(row)))
+    except RunFailed:
+        return None
 
 
 def check_unproven(session: Session) -> None:
@@ -111,23 +148,25 @@ def compare(session: Session, row: Row) -> VerifyReport:
     return _compared(session, shortened(row))
 
 
-def _compared(session: Session, row: Row) -> VerifyReport:
+def _compared(
+    session: Session, row: Row, running: Backward | None = None, reference: Reference | None = None
+) -> VerifyReport:
+    """What runs (by default segmented backward) against a reference (by default autodiff of the whole model)."""
     model, lora = session.loaded.model, session.lora
     size = session.recipe.engine.segment_size
     size = 1 if size == "auto" else size
+    running = running or SegmentedBackward(session.stack, lora, session.objective, segment_size=size)
+    reference = reference or FullBackward(PlainForward(session.stack), lora, session.objective)
     with lora.dropout_keys.disabled(), random_b(lora), widened(model):
-        segmented = SegmentedBackward(session.stack, lora, session.objective, segment_size=size).step(
-            session.layout(row)
-        )
-        plain = FullBackward(PlainForward(session.stack), lora, session.objective)
+        segmented = running.step(session.layout(row))
         with composed_attention():
-            full = plain.step(replace(session, shares_prefix=False, align=1).layout(row))
+            full = reference.step(replace(session, shares_prefix=False, align=1).layout(row))
         exact = all(p.dtype != mx.bfloat16 and p.dtype != mx.float16 for _, p in _floats(model))
         errors = module_errors(full.grads, segmented.grads)
         tolerance = EXACT if exact else HALF
         loss_full, loss_segmented = float(full.loss.total), float(segmented.loss.total)
         worst = max((error.relative_error for error in errors), default=0.0)
-        if exact and EXACT < worst < HALF and (truth := _truth(session, row)) is not None:
+        if exact and EXACT < worst < HALF and (truth := _truth(session, row, reference)) is not None:
             errors, theirs = module_errors(truth, segmented.grads), module_errors(truth, full.grads)
             tolerance = max(EXACT, TRUTH * max(error.relative_error for error in theirs))
     close = abs(loss_segmented - loss_full) <= tolerance * abs(loss_full)
@@ -153,8 +192,8 @@ def composed_attention() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _truth(session: Session, row: Row) -> Mapping[str, mx.array] | None:
-    """The plain gradients in float64, on the CPU; None where that takes too much memory or mlx has no such operation.
+def _truth(session: Session, row: Row, reference: Reference) -> Mapping[str, mx.array] | None:
+    """The reference's gradients in float64, on the CPU; None where that has no memory or mlx no such operation.
 
     Weights are as before afterwards.
     """
@@ -163,12 +202,11 @@ def _truth(session: Session, row: Row) -> Mapping[str, mx.array] | None:
     if 8 * sum(module[key].size for (module, key), _ in places) > default_budget(here()) // 2:
         return None
     device = mx.default_device()
-    plain = FullBackward(PlainForward(session.stack), session.lora, session.objective)
     try:
         mx.set_default_device(mx.Device(mx.cpu))
         _cast([(place, mx.float64) for place, _ in places])
         with composed_attention():
-            grads = plain.step(replace(session, shares_prefix=False, align=1).layout(row)).grads
+            grads = reference.step(replace(session, shares_prefix=False, align=1).layout(row)).grads
         return {name: grad.astype(mx.float32) for name, grad in grads.items()}
     except RuntimeError:
         return None
@@ -191,9 +229,32 @@ def lengthened(row: Row, tokens: int) -> Row:
 
 def _most(session: Session) -> int:
     """Tokens of the longest row whose logits and scores in plain autodiff take a quarter of what may be used each."""
-    quarter, heads = default_budget(here()) // 4, int(session.loaded.config.get("num_attention_heads") or 32)
-    scores = COPIES * 4 * heads * len(session.stack)  # bytes for each pair of tokens
+    quarter = default_budget(here()) // 4
+    scores = _score_bytes(session) * len(session.stack)
     return min(quarter // (COPIES * 4 * max(1, session.loaded.vocabulary)), int((quarter / scores) ** 0.5))
+
+
+def _most_layerwise(session: Session, row: Row) -> int:
+    """Tokens of the longest row whose gradients a layer at a time take half of what may be used.
+
+    What grows with the row's length is measured on a short one. What grows with its square is counted: the scores of
+    one layer of a model file that writes them out.
+    """
+    short, half = shortened(row), default_budget(here()) // 2
+    with session.lora.dropout_keys.disabled(), widened(session.loaded.model), composed_attention():
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        layout = replace(session, shares_prefix=False, align=1).layout(short)
+        Layerwise(session.stack, session.lora, session.objective).step(layout)
+        linear = ROOM * (mx.get_peak_memory() - before) / len(short)
+    square = _score_bytes(session) if session.stack.replaces else 0
+    # The positive root of square * T^2 + linear * T = half.
+    return int(2 * half / (linear + (linear * linear + 4 * square * half) ** 0.5))
+
+
+def _score_bytes(session: Session) -> int:
+    """Of one layer's attention scores in autodiff, for each pair of tokens."""
+    return COPIES * 4 * int(session.loaded.config.get("num_attention_heads") or 32)
 
 
 def module_errors(full: Mapping[str, mx.array], other: Mapping[str, mx.array]) -> list[ModuleError]:

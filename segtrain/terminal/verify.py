@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from segtrain.terminal.console import line_width, make_console, write
-from segtrain.terminal.format import clean, listed, wrapped
+from segtrain.terminal.format import clean, count, listed, wrapped
 from segtrain.terminal.table import table_lines
 
 ROWS = 30  # the worst ones; the rest is summed up in a line
@@ -31,9 +31,21 @@ def print_verify(report: Any, *, console: Console | None = None, rows: int = ROW
     text = Text(f"{verdict}: {len(errors)} modules, {failed} above tolerance; {worst}")
     text.stylize("bold green" if passed else "bold red", 0, len(verdict))
     measured = {key: getattr(report, key) for key in ("loss_error", "tokens", "segment_size", "row")}
-    if getattr(report, "long_tokens", 0) > report.tokens:
-        measured |= {"longest": report.long_tokens, "its error": report.long_error}
-    write(console, "", text, *wrapped("on", listed(measured), line_width(console)))
+    write(console, "", text, *wrapped("on", listed(measured), line_width(console)), *_long(report))
+
+
+def _long(report: Any) -> list[str]:
+    """What was compared at the length of the longest row."""
+    if report.longest <= report.tokens:
+        return []
+    fewer = report.long_tokens < report.longest
+    of = f" of {count(report.longest)} tokens, as many as there is memory for" if fewer else " tokens"
+    if not report.long_tokens:
+        return [f"long row: not compared, there is no memory for more than these {count(report.tokens)} tokens"]
+    return [
+        f"long row: {count(report.long_tokens)}{of}",
+        f"  worst {report.long_error:.2e} against {report.long_reference}",
+    ]
 
 
 def _rows(errors: list[tuple[str, float]], tolerance: float) -> list[list[str | Text]]:
