@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+import tiny_configs
 
 from segtrain import cli
 from segtrain.attention import dispatch
@@ -101,28 +102,37 @@ def test_attention_whose_memory_is_quadratic() -> None:
 
 def test_a_wrong_quantised_product_at_two_and_three_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, right = Quantisation(64, 4, "affine"), mx.quantized_matmul
-    assert checks.quantised_products(kind).right
+    assert checks.quantised_products(kind, mx.float32).right
     monkeypatch.setattr(
         mx, "quantized_matmul", lambda x, *args, **rule: right(x, *args, **rule) * (0.5 if len(x) in (2, 3) else 1)
     )
-    found = checks.quantised_products(kind)
+    found = checks.quantised_products(kind, mx.float32)
     assert found.fatal
     assert "wrong at 2, 3 rows" in found.found
     with pytest.raises(RunFailed, match=r"4-bit weights.*wrong at 2, 3 rows.*install a newer mlx"):
         readiness.ready(loaded(bits=4))
 
 
-@pytest.mark.parametrize("name", checks.RECURRENCES)
-def test_a_wrong_recurrence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry, reference, inputs = checks.RECURRENCES[name]
-    assert checks.recurrence(name).right
+@pytest.mark.parametrize("rule", checks.RECURRENCES)
+def test_a_wrong_recurrence(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, entry, reference, inputs = checks.RECURRENCES[rule]
+    assert checks.recurrence(rule).right
 
     def cut(x: mx.array, *rest: mx.array) -> Any:
         outputs, state = entry(x, *rest)
         return outputs, mx.stop_gradient(state)  # a state that lets no gradient through
 
-    monkeypatch.setitem(checks.RECURRENCES, name, (cut, reference, inputs))
-    assert checks.recurrence(name).fatal
+    monkeypatch.setitem(checks.RECURRENCES, rule, (name, cut, reference, inputs))
+    assert checks.recurrence(rule).fatal
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [("qwen3_5", ("gated_delta",)), ("mamba", ("selective_scan",)), ("mamba2", ("ssd",)), ("rwkv7", ("rwkv7",)),
+     ("llama", ())],
+)  # fmt: skip
+def test_the_recurrences_checked_are_the_models(name: str, rules: tuple[str, ...]) -> None:
+    assert readiness.Subject.of(tiny_configs.CONFIGS[name], ()).recurrences == rules
 
 
 @pytest.fixture
@@ -136,7 +146,7 @@ def delta_kernel_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kernel_that_is_right_and_faster_is_used(delta_kernel_here: None) -> None:
-    subject = readiness.Subject(recurrences=("gated delta rule",))
+    subject = readiness.Subject(recurrences=(gated_delta.RULE,))
     found = readiness.checked(subject, dispatch.backend())
     assert readiness.keep(subject, found, {})["choices"] == {"gated_delta": "fused"}
     assert "used: error" in found[-1].found

@@ -117,7 +117,8 @@ def _scan(seen: Seen) -> Callable[..., tuple[mx.array, mx.array]]:
         rows = sequences[0].shape[1]
         one, _ = chunk(*(x[:, :1] for x in sequences), *fixed, state)
         inputs = [*sequences, *fixed, state]
-        found = Scan(sum(x.nbytes for x in sequences) // rows, one.nbytes, state.nbytes, group)
+        rule = getattr(chunk, "func", chunk).__module__.rsplit(".", 1)[-1]
+        found = Scan(sum(x.nbytes for x in sequences) // rows, one.nbytes, state.nbytes, group, rule=rule)
         seen.scans.append((found, chunk, [_empty(x) for x in inputs], len(sequences)))
         return _tied(inputs, (one.shape[0], rows, *one.shape[2:]), one.dtype), _tied(inputs, state.shape, state.dtype)
 

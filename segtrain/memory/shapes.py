@@ -64,7 +64,7 @@ MOST_GROUPS = 128  # as in `segtrain.recurrence.grouped`
 class Scan:
     """One recurrence in groups of `group` tokens: bytes of its inputs and outputs a token, and of its state.
 
-    `held`: bytes that one group's backward holds.
+    `held`: bytes that one group's backward holds. `rule`: the module of `recurrence` that has it.
     """
 
     inputs: int
@@ -72,6 +72,7 @@ class Scan:
     state: int
     group: int
     held: float = 0.0
+    rule: str = ""
 
     def states(self, rows: int) -> int:
         """Bytes of the states at the starts of all groups of a row."""

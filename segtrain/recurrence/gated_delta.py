@@ -43,6 +43,7 @@ SIZES = {
 A group's work takes some twenty times its inputs' bytes."""
 
 
+RULE = __name__.rsplit(".", 1)[-1]  # what a plan calls it (`memory.shapes.Scan`)
 FUSED_HEADS = {"metal": frozenset({(16, 16), (16, 32), (16, 64), (24, 24), (32, 32)})}
 """By backend, the (key heads, value heads) for which `mx.fast.gated_delta_update` is a kernel that has a gradient, with
 keys and values of 128 and a decay a head; read in MLX's binary and not run. It is used where `follow` says so."""

@@ -118,11 +118,11 @@ def peak(make: Callable[[], Any]) -> int:
     return int(mx.get_peak_memory() - before)
 
 
-def quantised_products(kind: Quantisation) -> Finding:
-    """Products with packed weights against dense ones, at the row counts where they have been wrong."""
+def quantised_products(kind: Quantisation, dtype: mx.Dtype) -> Finding:
+    """Products of `dtype` with packed weights against dense ones, at the row counts where they have been wrong."""
     name = f"products with {kind.bits}-bit weights ({kind.mode}, groups of {kind.group_size})"
     try:
-        wrong = wrong_rows(kind)
+        wrong = wrong_rows(kind, (dtype,))
     except (RuntimeError, ValueError) as error:
         return Finding(name, False, f"MLX's kernel fails: {reason(error)}", can=OTHER_MLX, fatal=True)
     if not wrong:
@@ -134,9 +134,9 @@ def quantised_products(kind: Quantisation) -> Finding:
 OTHER_MLX = "install a newer mlx, or use a model that isn't quantised"
 
 
-def recurrence(name: str) -> Finding:
+def recurrence(rule: str) -> Finding:
     """A scan in chunks, with its gradients, against the same rule a token at a time."""
-    entry, reference, inputs = RECURRENCES[name]
+    name, entry, reference, inputs = RECURRENCES[rule]
     try:
         arrays = inputs()
         pairs = zip(_differentiated(entry, arrays), _differentiated(reference, arrays), strict=True)
@@ -322,9 +322,10 @@ def _rwkv_inputs() -> Arrays:
     return [r, w, k, v, -a, a * _uniform(1, TOKENS, 2, 8, seed=5, low=0.0, high=1.0), _normal(1, 2, 8, 8, seed=6)]
 
 
-RECURRENCES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[[], Arrays]]] = {
-    "gated delta rule": (gated_delta.gated_delta, gated_delta.reference, _delta_inputs),
-    "selective scan": (selective_scan.selective_scan, selective_scan.reference, _selective_inputs),
-    "state space duality": (ssd.ssd, ssd.reference, _ssd_inputs),
-    "RWKV-7": (rwkv7.rwkv7, rwkv7.reference, _rwkv_inputs),
+# By the module in `recurrence` (`Scan.rule`).
+RECURRENCES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any], Callable[[], Arrays]]] = {
+    gated_delta.RULE: ("gated delta rule", gated_delta.gated_delta, gated_delta.reference, _delta_inputs),
+    "selective_scan": ("selective scan", selective_scan.selective_scan, selective_scan.reference, _selective_inputs),
+    "ssd": ("state space duality", ssd.ssd, ssd.reference, _ssd_inputs),
+    "rwkv7": ("RWKV-7", rwkv7.rwkv7, rwkv7.reference, _rwkv_inputs),
 }

@@ -38,7 +38,7 @@ def usual() -> Subject:
     dims = tuple(AttentionKind(2, dim, dim, dtype) for dim in (64, 128, 256))
     window = AttentionKind(2, 128, 128, dtype, window=512)
     quantised = [(64, 4, "affine"), (64, 8, "affine"), (32, 4, "mxfp4"), (16, 4, "nvfp4")]
-    return Subject((*dims, window), tuple(Quantisation(*kind) for kind in quantised), tuple(checks.RECURRENCES))
+    return Subject((*dims, window), tuple(Quantisation(*kind) for kind in quantised), tuple(checks.RECURRENCES), dtype)
 
 
 @dataclass

@@ -4,10 +4,12 @@ It is done once for each machine, mlx version and model shape; what is found is 
 fast form is wrong and there is a safe one (attention in blocks), that one is taken from then on, by the planner too.
 """
 
+import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -20,12 +22,14 @@ from segtrain.models.quantized_check import Quantisation, quantisations
 from segtrain.recurrence import gated_delta
 from segtrain.recurrence.gated_delta import FUSED_HEADS
 from segtrain.run import checks
+from segtrain.run.apart import apart
 from segtrain.run.checks import AttentionKind, Finding
 
 if TYPE_CHECKING:
     from segtrain.models.load import Loaded
 
 IN_BLOCKS = "computes attention in blocks: exact, slower"
+MOST_APART = 8  # checks at a time on CUDA: each process holds half a GiB of the GPU
 LENGTH = {"cpu": 256, "cuda": 2048, "metal": 2048}  # tokens of the shorter row that memory is compared at
 
 
@@ -36,6 +40,7 @@ class Subject:
     attention: tuple[AttentionKind, ...] = ()
     quantised: tuple[Quantisation, ...] = ()
     recurrences: tuple[str, ...] = ()
+    dtype: mx.Dtype = mx.bfloat16
 
     @classmethod
     def of(cls, config: Mapping[str, Any], quantised: Iterable[Quantisation]) -> "Subject":
@@ -43,10 +48,9 @@ class Subject:
         shape = anatomy.of_config(config, dispatch.backend().name)
         dtype = mx.float32 if shape.dtype_bytes == 4 else mx.bfloat16
         kinds = {_kind(attention, dtype) for layer in shape.layers for attention in layer.attention}
-        recurrent = any(layer.scans for layer in shape.layers)
-        return cls(
-            tuple(sorted(kinds, key=str)), tuple(sorted(quantised)), tuple(checks.RECURRENCES) if recurrent else ()
-        )
+        rules = {scan.rule for layer in shape.layers for scan in layer.scans}
+        recurrences = tuple(name for name in checks.RECURRENCES if name in rules)
+        return cls(tuple(sorted(kinds, key=str)), tuple(sorted(quantised)), recurrences, dtype)
 
 
 def _kind(attention: shapes.Attention, dtype: mx.Dtype) -> AttentionKind:
@@ -81,15 +85,19 @@ def ready(loaded: "Loaded") -> list[str]:
 
 def checked(subject: Subject, rows: dispatch.Backend, *, everything: bool = False) -> list[Finding]:
     """The findings. Attention in blocks is the safe form, which only `everything` checks too."""
-    found: list[Finding] = []
-    for kind in subject.attention:
-        if everything or kind.form(rows) != "blocks":
-            found += _attention(kind, rows)
-    found += map(checks.quantised_products, subject.quantised)
-    found += map(checks.recurrence, subject.recurrences)
-    if subject.recurrences and dispatch.backend().name in FUSED_HEADS:
-        found.append(checks.delta_kernel())
-    return found
+    kinds = [kind for kind in subject.attention if everything or kind.form(rows) != "blocks"]
+    tasks: list[Callable[[], list[Finding]]] = [partial(_attention, kind, rows) for kind in kinds]
+    tasks += [partial(_one, checks.quantised_products, kind, subject.dtype) for kind in subject.quantised]
+    tasks += [partial(_one, checks.recurrence, name) for name in subject.recurrences]
+    if gated_delta.RULE in subject.recurrences and dispatch.backend().name in FUSED_HEADS:
+        tasks.append(partial(_one, checks.delta_kernel))
+    if dispatch.backend().name != "cuda":
+        return [finding for task in tasks for finding in task()]
+    return [finding for found in apart(tasks, min(MOST_APART, os.cpu_count() or 1)) for finding in found]
+
+
+def _one(check: Callable[..., Finding], *subject: Any) -> list[Finding]:
+    return [check(*subject)]
 
 
 def _attention(kind: AttentionKind, rows: dispatch.Backend) -> list[Finding]:
