@@ -222,6 +222,7 @@ class Subject:
         """A function that makes one update on `row`, as the training loop does."""
         from segtrain.parallel.ranks import Ranks
         from segtrain.run.optimizer import Optimizer
+        from segtrain.run.passes import Passes
         from segtrain.run.state import RunState
         from segtrain.run.updates import Updates
 
@@ -230,7 +231,7 @@ class Subject:
                 yield row
 
         state = RunState()
-        updates = Updates(session, rows(), choose, Optimizer(session.recipe.train, 10), Ranks(), meter)
+        updates = Updates(session, rows(), Passes(session, choose), Optimizer(session.recipe.train, 10), Ranks(), meter)
         return lambda: updates.next(state, lambda: False)
 
 

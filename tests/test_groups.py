@@ -15,8 +15,9 @@ import tiny_configs
 
 from segtrain.engine import objectives
 from segtrain.engine.backward import Backward, FullBackward, SegmentedBackward, Step
-from segtrain.engine.groups import cut, grouped, together
+from segtrain.engine.groups import cut, grouped, ragged, together
 from segtrain.engine.layouts import CHOSEN, PROMPT, RESPONSE, Layout, padded, pair, shared_prefix, single
+from segtrain.engine.ragged import batch_length, up
 from segtrain.models.stack import Execution, LayerStack
 
 FAMILIES = ["llama", "gemma3_text", "gemma3n", "qwen3_moe", "qwen3_5", "mamba", "gpt_oss", "deepseek_v3", "lfm2"]
@@ -57,9 +58,9 @@ def summed(steps: list[Step]) -> dict[str, mx.array]:
     return {name: sum((step.grads[name] for step in steps[1:]), steps[0].grads[name]) for name in steps[0].grads}
 
 
-def check(by: Backward, rows: list[Layout]) -> None:
+def check(by: Backward, rows: list[Layout], join: Callable[..., Layout] = together) -> None:
     alone = [by.step(row) for row in rows]
-    joint = by.step(together(rows, 8))
+    joint = by.step(join(rows, 8))
     losses = [step.loss.total.item() for step in alone]
     assert joint.loss.total.tolist() == pytest.approx(losses, rel=2e-6)  # type: ignore[union-attr]
     for name, values in joint.loss.metrics.items():
@@ -67,12 +68,74 @@ def check(by: Backward, rows: list[Layout]) -> None:
     expected = summed(alone)
     moved = {name: grad for name, grad in expected.items() if tiny.norm(grad)}  # not experts that nobody chose
     assert tiny.relative(moved, {name: joint.grads[name] for name in moved}) <= 1e-5
-    assert by.evaluate(together(rows)).total.tolist() == pytest.approx(losses, rel=2e-6)
+    assert by.evaluate(join(rows)).total.tolist() == pytest.approx(losses, rel=2e-6)
 
 
 @pytest.mark.parametrize(("name", "kind"), list(product(FAMILIES, ["segmented", "full"])))
 def test_rows_of_each_kind_of_model(name: str, kind: str):
     check(backward(name, kind, objectives.sft), sft_rows())
+
+
+ONE_AFTER_THE_OTHER = [
+    *product(["llama"], ["segmented", "segmented, compiled", "full", "full, compiled", "segmented, chunks"]),
+    *product(["gemma3_text", "gemma3n", "qwen3_moe"], ["segmented", "full"]),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), ONE_AFTER_THE_OTHER)
+def test_one_after_the_other(name: str, kind: str):
+    """Prompts of three lengths, shared ones and one that isn't; a second group of other lengths by the same graphs."""
+    check(backward(name, kind, objectives.sft), sft_rows(), ragged)
+    pairs = [*pair_rows(shared_prefix, (3, 6, 4)), pair_rows()[1]]
+    by = backward(name, kind, objectives.orpo())
+    for rows in (pairs, pairs[1:][::-1]):
+        check(by, rows, ragged)
+
+
+def test_only_what_shares_a_stream_with_attention_alone_runs_one_after_the_other():
+    assert family("llama")[0].takes_ragged
+    assert not family("qwen3_5")[0].takes_ragged
+
+
+def test_groups_of_one_size_share_their_graphs():
+    """Rows of other lengths, but as many tokens rounded up, add no graph."""
+    by = backward("llama", "segmented, compiled", objectives.sft)
+    by.step(ragged(sft_rows(), 8))
+    before = len(by.traces)  # type: ignore[attr-defined]
+    by.step(ragged([single(tiny.tokens(n), [True] * n) for n in (9, 18, 12)], 8))
+    assert len(by.traces) == before  # type: ignore[attr-defined]
+
+
+def test_a_shared_prompt_is_computed_once_and_seen_twice():
+    joint = ragged([shared_prefix([1, 2], [3], [4, 5]), single([6, 7, 8], [True] * 3)])
+    (stream,) = joint.streams
+    assert stream.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 0]]
+    assert stream.ragged is not None
+    assert stream.ragged.tokens.tolist() == [[0, 1, 2, 0], [0, 1, 3, 4], [5, 6, 0, 0], [0, 0, 0, 0]]
+    assert stream.ragged.positions.tolist() == [0, 1, 2, 2, 3, 0, 1, 0]
+    assert (joint.tokens, joint.padding, joint.rows) == (7, 1, 2)
+
+
+@pytest.mark.parametrize("kind", ["segmented", "full", "segmented, chunks"])
+@pytest.mark.parametrize("objective", [objectives.sft, objectives.orpo()], ids=lambda o: o.name)
+def test_dropout_is_the_rows_own(objective: objectives.Objective, kind: str):
+    """Masks are those of each row by itself, so the gradients are too; without the rows' numbers they are others."""
+    model = tiny_configs.build("llama")
+    stack, lora = LayerStack(model), tiny.attach(model, dropout=0.3)
+    rows = sft_rows() if objective is objectives.sft else [*pair_rows(shared_prefix, (3, 6, 4)), pair_rows()[1]]
+    by: Backward = FullBackward(stack, lora, objective)  # type: ignore[arg-type]
+    if kind != "full":
+        running = stack.executing(Execution(mlp_rows=4 if "chunks" in kind else None))
+        by = SegmentedBackward(running, lora, objective)  # type: ignore[arg-type]
+    alone = []
+    for number, row in enumerate(rows):
+        lora.dropout_keys.row = 7 + number
+        alone.append(by.step(row))
+    lora.dropout_keys.rows = range(7, 7 + len(rows))
+    joint = by.step(ragged(rows, 8))
+    assert tiny.relative(summed(alone), dict(joint.grads)) <= 1e-5
+    lora.dropout_keys.rows = range(8, 8 + len(rows))
+    assert tiny.relative(summed(alone), dict(by.step(ragged(rows, 8)).grads)) > 0.1
 
 
 @pytest.mark.parametrize("kind", ["segmented, compiled", "full, compiled", "segmented, chunks"])
@@ -141,3 +204,22 @@ def test_a_loss_that_is_not_finite_stays_its_rows():
 )
 def test_groups_of_least_cost(lengths: list[int], fixed: int, rows: int, tokens: int, expected: list[int]):
     assert cut(lengths, fixed, rows, tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([10, 10, 100], [3]),  # 120 tokens and an eighth of 180 of filler
+        ([10] * 7, [7]),
+        ([10, 10, 4000], [2, 1]),
+        ([400, 500, 600], [2, 1]),  # no more than 1,000 tokens
+    ],
+)
+def test_groups_of_a_ragged_batch(lengths: list[int], expected: list[int]):
+    assert cut(lengths, 50, 99, 1000, 1 / 8, any_size=True) == expected
+
+
+def test_sizes_are_few():
+    assert {up(n) for n in range(1025, 2049)} == {1280, 1536, 1792, 2048}
+    assert all(n <= up(n) <= max(n * 1.25, n + 8) for n in range(1, 20000))
+    assert [batch_length(n, 128) for n in (1, 128, 129, 300, 400, 700, 1000)] == [128, 128, 256, 384, 512, 768, 1024]

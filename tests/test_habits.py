@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 import tiny
 
+from segtrain.data.rows import Origin, SupervisedRow
 from segtrain.errors import RunFailed
 from segtrain.memory import backends, machine
 from segtrain.memory.backends import BACKENDS
@@ -22,6 +23,7 @@ from segtrain.memory.plan import Plan
 from segtrain.memory.rows import sft
 from segtrain.run import budget, environment, planning, updates, verify
 from segtrain.run import wired as wired_module
+from segtrain.run.passes import Passes, is_watchdog
 from segtrain.run.wired import wired
 
 
@@ -122,15 +124,16 @@ def test_the_watchdog_is_explained(text: str) -> None:
     session = SimpleNamespace(
         lora=SimpleNamespace(dropout_keys=SimpleNamespace(row=0)),
         layout=lambda row: tiny.row(9),
-        referenced=lambda row, layout, backward: layout,
+        referenced=lambda rows, layout, backward: layout,
     )
-    running: Any = SimpleNamespace(session=session, choose=lambda layout: SimpleNamespace(step=fails))
+    choose: Any = lambda layout: SimpleNamespace(step=fails)  # noqa: E731
+    running: Any = SimpleNamespace(session=session, passes=Passes(session, choose))  # type: ignore[arg-type]
     with pytest.raises(RunFailed, match=r"kept the display waiting, on rows.jsonl:3.*caffeinate.*--resume"):
-        updates.Updates._step(running, 1, SimpleNamespace(origin="rows.jsonl:3"))  # type: ignore[arg-type]
+        updates.Updates._step(running, 1, SupervisedRow([1, 2], [True, True], Origin("rows.jsonl", 3)))
 
 
 def test_other_errors_are_not_the_watchdog() -> None:
-    assert not updates.is_watchdog(RuntimeError("[metal::malloc] Attempting to allocate 9 bytes"))
+    assert not is_watchdog(RuntimeError("[metal::malloc] Attempting to allocate 9 bytes"))
 
 
 def test_the_reference_of_verify_grads_takes_composed_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from segtrain.models.stack import LayerStack
 from segtrain.models.tokenwise import chunked
 from segtrain.parallel.ranks import join
 from segtrain.run.optimizer import Optimizer
+from segtrain.run.passes import Passes
 from segtrain.run.session import open_session
 from segtrain.run.state import RunState
 from segtrain.run.updates import Updates
@@ -129,7 +130,7 @@ def test_an_update_leaves_no_gradient_behind(tmp_path: Path) -> None:
     session = open_session(recipe, objectives.of_recipe("sft", recipe), loaded)
     rows = open_data(recipe, loaded.tokenizer, pairs=False).train
     passes = SegmentedBackward(session.stack, session.lora, session.objective)
-    updates = Updates(session, rows, lambda layout: passes, Optimizer(recipe.train, 10), join())
+    updates = Updates(session, rows, Passes(session, lambda layout: passes), Optimizer(recipe.train, 10), join())
     state = RunState()
     adapter = session.lora.flat().array.nbytes
     updates.next(state, lambda: False)

@@ -82,7 +82,7 @@ def test_kept_sums_give_the_same_step_without_the_pass(monkeypatch: pytest.Monke
     backward = engine()
     lines: list[Any] = []
     references = References("model", "", lines.append)
-    plain, kept = backward.step(SHARED), backward.step(references(ROW, SHARED, backward))
+    plain, kept = backward.step(SHARED), backward.step(references([ROW], SHARED, backward))
     assert tiny.relative(plain.grads, kept.grads) == 0.0
     assert plain.loss.total.item() == kept.loss.total.item()
 
@@ -90,7 +90,7 @@ def test_kept_sums_give_the_same_step_without_the_pass(monkeypatch: pytest.Monke
         raise AssertionError("a pass")
 
     monkeypatch.setattr(backward, "score", refuse)
-    again = references(ROW, SHARED, backward)
+    again = references([ROW], SHARED, backward)
     backward.step(again)
     assert numbers(again.reference) == {name: lines[0][name] for name in (CHOSEN, REJECTED)}
     assert len(lines) == 1
@@ -114,11 +114,11 @@ def test_what_is_kept_is_found_for_the_same_model_start_and_tokens(
 ) -> None:
     backward, path = engine(), tmp_path / "reference.jsonl"
     with open(path, "w") as file:
-        References("model", "start", lambda line: print(json.dumps(line), file=file))(ROW, LAYOUT, backward)
+        References("model", "start", lambda line: print(json.dumps(line), file=file))([ROW], LAYOUT, backward)
     new: list[Any] = []
     references = References(model, start, new.append)
     references.load(path)
-    references(row, LAYOUT, backward)
+    references([row], LAYOUT, backward)
     assert (new == []) == found
 
 

@@ -32,10 +32,11 @@ from segtrain.event import (
 from segtrain.models.load import load
 from segtrain.recipe.schema import load_recipe
 from segtrain.run.guards import ALLOWANCE, SLACK, WARM_UP, Growth
+from segtrain.run.passes import is_out_of_memory
 from segtrain.run.sampling import prompts
 from segtrain.run.state import SETTLED, RunningLoss, RunState
 from segtrain.run.trainer import Trainer, total_steps
-from segtrain.run.updates import Updates, is_out_of_memory
+from segtrain.run.updates import Updates
 from segtrain.storage import checkpoint
 from segtrain.storage.run_directory import best
 
@@ -272,7 +273,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
 
     def together(self: Updates, rows: Any) -> Any:
         found, layout = joint(self, rows)
-        if any(row.origin.line in bad for row in rows):
+        if any(row.origin.line in bad for _, row in rows):
             found = Step(found.loss, found.grads.with_array(found.grads.array * float("nan")))
         return found, layout
 

@@ -31,6 +31,7 @@ import mlx.core as mx
 from segtrain.engine.head import PADDED_ROWS, Scorer, cotangent, flattened, log_softmax_at, padded_rows, score, scorer
 from segtrain.engine.layouts import Layout, Span, Stream
 from segtrain.engine.objectives import LossValue, Objective, Scores, Sums, value_and_grad
+from segtrain.engine.ragged import up
 from segtrain.engine.segments import HIDDEN, Bounds, Segment, grouped, layer_cuts, split
 from segtrain.engine.traces import Traces
 from segtrain.lora.flat import FlatArrays
@@ -47,6 +48,8 @@ Meter: TypeAlias = Callable[[str, int], AbstractContextManager[None]]
 class Tape(Protocol):
     """What a stack remembers of one stream."""
 
+    @property
+    def stream(self) -> Stream: ...
     @property
     def embedded(self) -> mx.array: ...
 
@@ -192,8 +195,7 @@ class SegmentedBackward:
         for number, tape in enumerate(tapes):
             self._backward(number, tape, saved[number], products[number], {HIDDEN: dhs.pop(0)}, grads, evaluator)
         flat = self.lora.flat_layout.flatten(grads)
-        evaluator(flat.array)
-        evaluator.drain()
+        evaluator(flat.array)  # with look-ahead not awaited: the next row's graph is built meanwhile
         return Step(value, flat)
 
     def evaluate(self, layout: Layout) -> LossValue:
@@ -249,7 +251,7 @@ class SegmentedBackward:
         products: Products | None = None,
     ) -> Carry:
         """Run segments in order; returns the carry after them. `products`, if given, gets those of kept segments."""
-        self.lora.dropout_keys.stream = number
+        self.lora.dropout_keys.enter(number, tape.stream.parts)
         for segment in segments:
             with self.meter(f"forward{segment}", number), self.stack.holding(segment.lo, segment.hi):
                 keep = products is not None and segment in self.kept
@@ -308,7 +310,7 @@ class SegmentedBackward:
         evaluator: Evaluator,
     ) -> None:
         """From the last group to the first; adds to `grads`."""
-        self.lora.dropout_keys.stream = number
+        self.lora.dropout_keys.enter(number, tape.stream.parts)
         for group in reversed(self.groups):
             edges, last = self._edges(number, tape, saved.pop(), [[s] for s in group[:-1]], evaluator)
             edges.append(last)
@@ -412,7 +414,7 @@ class FullBackward:
     """Reverse-mode autodiff over the model's own forward pass, all activations and logits of a row live at once.
 
     `compiled`: one graph for all rows whose streams have the same lengths; scored rows are padded to a multiple of
-    `PADDED_ROWS` for each training row.
+    `PADDED_ROWS`.
     """
 
     def __init__(
@@ -433,7 +435,6 @@ class FullBackward:
     def step(self, layout: Layout) -> Step:
         inputs = self._inputs(layout, reference_sums(self, layout))
         params = self.lora.flat()
-        self.lora.dropout_keys.stream = 0
         with self.meter("step", 0):
             (_, loss, metrics), grads = self._run(layout, params.array, *inputs)
             mx.eval(loss, metrics, grads)
@@ -445,9 +446,9 @@ class FullBackward:
 
     def score(self, layout: Layout) -> Scores:
         """Each span's sum of log-probs, without dropout."""
-        tokens, scored, *_ = self._inputs(layout, {})
+        streams, scored, *_ = self._inputs(layout, {})
         with self.lora.dropout_keys.disabled():
-            sums = self._sums(layout, tokens, scored)
+            sums = self._sums(layout, streams, scored)
         mx.eval(sums)
         return Scores(sums, _counts(layout))
 
@@ -456,7 +457,7 @@ class FullBackward:
         if not self.compiled:
             return function(*inputs)
         spans = tuple((name, span.stream, layout.scores_all(name)) for name, span in layout.spans.items())
-        streams = tuple((stream.prefix, stream.branches) for stream in layout.streams)
+        streams = tuple(stream.structure for stream in layout.streams)
         return self.traces(("full", self.objective, spans, streams), function, *inputs)
 
     def _function(self, layout: Layout) -> Callable:
@@ -481,7 +482,7 @@ class FullBackward:
     def _total(
         self,
         layout: Layout,
-        tokens: list[mx.array],
+        streams: list[list[mx.array]],
         scored: Scored,
         counts: dict[str, mx.array],
         reference: Sums,
@@ -489,14 +490,14 @@ class FullBackward:
         """The loss, by training row too, with everything that varies from row to row among the arguments; `layout`
         gives the structure.
         """
-        value = self.objective.loss(Scores(self._sums(layout, tokens, scored), counts, reference))
+        value = self.objective.loss(Scores(self._sums(layout, streams, scored), counts, reference))
         return value.total.sum(), value.total, value.metrics
 
-    def _sums(self, layout: Layout, tokens: list[mx.array], scored: Scored) -> dict[str, mx.array]:
+    def _sums(self, layout: Layout, streams: list[list[mx.array]], scored: Scored) -> dict[str, mx.array]:
         sums = {}
         for number, stream in enumerate(layout.streams):
-            self.lora.dropout_keys.stream = number
-            logits = flattened(self.stack.whole(replace(stream, tokens=tokens[number])))
+            self.lora.dropout_keys.enter(number, stream.parts)
+            logits = flattened(self.stack.whole(stream.with_arrays(streams[number])))
             for name, (rows, targets, weights, owners) in scored.items():
                 span = layout.spans[name]
                 if span.stream == number:
@@ -506,14 +507,20 @@ class FullBackward:
 
     def _inputs(
         self, layout: Layout, reference: Sums
-    ) -> tuple[list[mx.array], Scored, dict[str, mx.array], dict[str, mx.array]]:
-        multiple = PADDED_ROWS * layout.rows if self.compiled else 1
-        tokens = [stream.tokens for stream in layout.streams]
+    ) -> tuple[list[list[mx.array]], Scored, dict[str, mx.array], dict[str, mx.array]]:
+        streams = [stream.arrays for stream in layout.streams]
         scored = {
-            name: padded_rows(span, 1 if layout.scores_all(name) else multiple) for name, span in layout.spans.items()
+            name: padded_rows(span, self._multiple(span) if not layout.scores_all(name) else 1)
+            for name, span in layout.spans.items()
         }
         counts = {name: mx.array(n, dtype=mx.float32) for name, n in _counts(layout).items()}
-        return tokens, scored, counts, dict(reference)
+        return streams, scored, counts, dict(reference)
+
+    def _multiple(self, span: Span) -> int:
+        """What scored rows are padded to; those of several training rows to one of few numbers."""
+        if not self.compiled:
+            return 1
+        return max(PADDED_ROWS, up(len(span))) if span.sizes else PADDED_ROWS
 
     def _weight(self, layout: Layout) -> float | mx.array:
         zeros = {name: mx.array(0.0) for name in layout.spans}

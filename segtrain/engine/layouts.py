@@ -11,10 +11,15 @@ Shapes: `B` training rows that run together, 1 from these builders; `T` rows of 
 Token ids are int32.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import cast
 
 import mlx.core as mx
+
+from segtrain.engine.ragged import Ragged
 
 RESPONSE, PROMPT, CHOSEN, REJECTED = "response", "prompt", "chosen", "rejected"
 
@@ -25,13 +30,16 @@ class Stream:
 
     Without `branches`, row i sees rows j <= i, at positions 0..T-1. With `branches` (lengths that, with `prefix`, add
     up to T) the rows are a common prefix followed by independent continuations: a branch sees the prefix and its own
-    earlier rows only, and its positions start at `prefix` again.
+    earlier rows only, and its positions start at `prefix` again. With `ragged` the rows are of several training rows,
+    and it says who sees whom.
     """
 
     tokens: mx.array
     prefix: int = 0
     branches: tuple[int, ...] = ()
     padding: int = 0
+    ragged: Ragged | None = None
+    parts: tuple[tuple[int, int, int], ...] = ()
 
     def __len__(self) -> int:
         return int(self.tokens.shape[1])
@@ -39,6 +47,27 @@ class Stream:
     @property
     def batch(self) -> int:
         return int(self.tokens.shape[0])
+
+    @property
+    def structure(self) -> tuple:
+        """What is fixed when streams of these lengths run by one compiled graph; all else is in `arrays`."""
+        return self.prefix, self.branches, self.ragged is not None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.tokens, *(self.ragged.arrays if self.ragged else [])]
+
+    def with_arrays(self, arrays: Sequence[mx.array]) -> "Stream":
+        tokens, *others = arrays
+        return replace(self, tokens=tokens, ragged=Ragged(*others) if others else None)
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        """The numbers of the rows that see one another, in order: one sequence, or one for each branch."""
+        if not self.branches:
+            return [list(range(len(self)))]
+        edges = list(accumulate(self.branches, initial=self.prefix))
+        return [[*range(self.prefix), *range(lo, hi)] for lo, hi in pairwise(edges)]
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -53,8 +82,8 @@ class Stream:
 class Span:
     """Score `rows` [M] of stream number `stream` against `targets` [M]; `weights` [M], float32, or each counts 1.
 
-    Of a stream with B training rows, row number b * T + t is row t of the b-th. Then `sizes` says how many targets each
-    of them has, one after the other, and sums are by training row: [B] instead of a scalar.
+    Of a stream with B training rows, row number b * T + t is row t of the b-th. Of several training rows, `sizes` says
+    how many targets each of them has, one after the other, and sums are by training row: [B] instead of a scalar.
     """
 
     stream: int
@@ -71,7 +100,7 @@ class Span:
         """The sum of the weights: how many targets there are where each counts 1. [B] where `sizes` are given."""
         if self.sizes:
             return self.sums(mx.ones((len(self),)) if self.weights is None else self.weights)
-        return len(self) if self.weights is None else float(self.weights.sum())
+        return len(self) if self.weights is None else math.fsum(cast(list[float], self.weights.tolist()))
 
     @property
     def owners(self) -> mx.array:
@@ -109,7 +138,7 @@ class Layout:
     @property
     def rows(self) -> int:
         """Training rows that run together."""
-        return self.streams[0].batch
+        return max(len(span.sizes) or 1 for span in self.spans.values())
 
     @property
     def scored(self) -> int:
@@ -192,7 +221,7 @@ def _padded(stream: Stream, multiple: int) -> Stream:
     extra = -len(stream) % multiple
     if not extra:
         return stream
-    tokens = mx.concatenate([stream.tokens, mx.zeros((1, extra), stream.tokens.dtype)], axis=1)
+    tokens = _ids([[*row, *[0] * extra] for row in cast(list[list[int]], stream.tokens.tolist())])
     branches = (*stream.branches[:-1], stream.branches[-1] + extra) if stream.branches else ()
     return Stream(tokens, stream.prefix, branches, stream.padding + extra)
 

@@ -7,7 +7,7 @@ so the files load there.
 Dropout must be the same in the forward pass and in its recomputation, and different for each row, layer and module:
 its mask is drawn from a key made of (seed, row number, stream number, module name) and of nothing else. Each token
 has its own key made from that one, so the mask is also the same when a module works on a chunk of tokens at a time
-(`first_token`).
+(`first_token`), and when rows are one stream together.
 """
 
 import fnmatch
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,14 +39,23 @@ RANK_MULTIPLE = 8
 NOT_WRAPPABLE = ("prediction_coefs", "correction_coefs")
 
 
+Parts: TypeAlias = Sequence[tuple[int, int, int]]
+"""A stream of several training rows: (number among these rows, stream of that row, tokens), one after the other."""
+
+
 @dataclass
 class DropoutKeys:
-    """The random state of every dropout in a model, set by the engine for the row and stream at hand."""
+    """The random state of every dropout in a model, set by the engine for the row and stream at hand.
+
+    `rows`: the numbers of rows that are one stream together; its `parts` say which tokens are whose.
+    """
 
     seed: int = 0
     row: int = 0
     stream: int = 0
     active: bool = True
+    rows: Sequence[int] = ()
+    parts: Parts = ()
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -57,9 +66,36 @@ class DropoutKeys:
         finally:
             self.active = before
 
+    def enter(self, stream: int, parts: Parts = ()) -> None:
+        """The stream whose tokens come next."""
+        self.stream, self.parts = stream, parts
+
     def key(self, module: str) -> mx.array:
-        digest = hashlib.blake2b(f"{self.seed}/{self.row}/{self.stream}/{module}".encode(), digest_size=8).digest()
-        return mx.random.key(int.from_bytes(digest, "little"))
+        return mx.random.key(self._number(module, self.row, self.stream))
+
+    def of_tokens(self, module: str, first: int, count: int) -> mx.array:
+        """A key for each of `count` tokens from the stream's token `first` on, [count, 2]."""
+        if not self.parts:
+            return _following(self.key(module), first, count)
+        found, at = [], 0
+        for row, stream, length in self.parts:
+            lo, hi = max(first, at), min(first + count, at + length)
+            if lo < hi:
+                key = mx.random.key(self._number(module, self.rows[row], stream))
+                found.append(_following(key, lo - at, hi - lo))
+            at += length
+        filler = first + count - max(first, at)
+        return mx.concatenate([*found, mx.zeros((max(0, filler), 2), mx.uint32)])
+
+    def _number(self, module: str, row: int, stream: int) -> int:
+        digest = hashlib.blake2b(f"{self.seed}/{row}/{stream}/{module}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+
+def _following(key: mx.array, first: int, count: int) -> mx.array:
+    """A key for each of `count` tokens from number `first` on, [count, 2]."""
+    high, low = key
+    return mx.stack([mx.broadcast_to(high, (count,)), low + mx.arange(first, first + count, dtype=mx.uint32)], axis=-1)
 
 
 @dataclass
@@ -125,9 +161,7 @@ class Dropout:
         if not self.keys.active:
             return x
         *outer, T, inputs = x.shape
-        high, low = self.keys.key(self.module)
-        tokens = mx.arange(first_token, first_token + T, dtype=mx.uint32)
-        keys = mx.stack([mx.broadcast_to(high, (T,)), low + tokens], axis=-1)
+        keys = self.keys.of_tokens(self.module, first_token, T)
         kept = mx.vmap(lambda key: mx.random.bernoulli(1 - self.p, (*outer, inputs), key=key), out_axes=-2)(keys)
         return mx.where(kept, x * (1 / (1 - self.p)), mx.zeros((), x.dtype)).astype(x.dtype)
 
@@ -241,6 +275,10 @@ class Lora:
     def lowest(self) -> int:
         """The lowest layer with a trainable parameter: nothing below it needs a backward pass."""
         return next(i for i, slots in enumerate(self.layers) if slots)
+
+    @property
+    def adapts_experts(self) -> bool:
+        return any(isinstance(slot.module, LoRASwitchLinear) for slot in self.slots())
 
     def slots(self, lo: int = 0, hi: int | None = None) -> list[Slot]:
         return [slot for layer in self.layers[lo:hi] for slot in layer]

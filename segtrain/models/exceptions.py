@@ -156,8 +156,11 @@ def scale_by_position(stream: Stream, attend: Attend, original: Any) -> Any:
     """Mistral's query scale grows with the position, [T, 1]."""
 
     def scale(size: int, offset: Any, beta: float, max_position_embeddings: int) -> mx.array:
-        if not stream.branches or size != len(stream):
+        if size != len(stream) or not (stream.branches or stream.ragged):
             return original(size, offset, beta, max_position_embeddings)
+        if stream.ragged:
+            every = original(stream.ragged.tokens.shape[1], 0, beta, max_position_embeddings)
+            return mx.take(every, stream.ragged.positions, axis=0)
         runs = [original(length, first, beta, max_position_embeddings) for first, length in stream.runs]
         return mx.concatenate(runs, axis=0)
 

@@ -132,6 +132,7 @@ class LayerStack:
         self.attention_only = _attention_only(model)
         self.recurrent = _recurrent(model)
         self.shares_prefix = (self.attention_only or restarts(self.layers)) and not _rope_by_length(model)
+        self.takes_ragged = self.attention_only and self.shares_prefix
         learner = _Learner(self.layers)
         self._record(Stream(mx.zeros((1, 4), mx.int32)), learner)
         self._signatures = learner.signatures
@@ -181,15 +182,16 @@ class LayerStack:
         key = (self.execution, *(self._kind(tape, i) for i in range(lo, hi)))
         own = [module[name] for i in range(lo, hi) for module, name in self._places[i]]
         constants = [array for call in tape.calls[lo:hi] for array in call.constants]
+        own += tape.stream.arrays[1:]
         return Pure(key, self._function_of_arrays(tape, lo, hi), [*own, *constants])
 
     def _function_of_arrays(self, tape: Tape, lo: int, hi: int) -> Callable:
-        """`run` of layers lo..hi-1 with their frozen arrays and the constants of their calls as second argument."""
+        """`run` of layers lo..hi-1 with their frozen arrays, the stream's and their calls' constants as arguments."""
         where = [place for i in range(lo, hi) for place in self._places[i]]
-        like = _without_arrays(tape, lo, hi)
+        like, constants = _without_arrays(tape, lo, hi), len(where) + len(tape.stream.arrays) - 1
 
         def run(carry: Mapping[str, mx.array], given: Sequence[mx.array]) -> dict[str, mx.array]:
-            filled = _with_arrays(like, given[len(where) :])
+            filled = _with_arrays(like, given[len(where) : constants], given[constants:])
             with holding(where, given[: len(where)]):
                 return self.run(filled, carry, lo, hi)
 
@@ -204,7 +206,7 @@ class LayerStack:
             stream = tape.stream
             call = _static(tape.calls[i], self.crossing)
             names = self._signatures[i].reads, self._writes[i]
-            tape.kinds[i] = (self._fingerprints[i], names, call, stream.prefix, stream.branches)
+            tape.kinds[i] = (self._fingerprints[i], names, call, stream.structure)
         return tape.kinds[i]
 
     def remembering(self, lo: int, hi: int) -> AbstractContextManager[list[mx.array]]:
@@ -271,7 +273,7 @@ class LayerStack:
 
     def whole(self, stream: Stream) -> mx.array:
         """The model's own forward pass on `stream`: logits [1, T, V], nothing captured."""
-        if stream.branches and not self.shares_prefix:
+        if (stream.branches or stream.ragged) and not self.shares_prefix:
             why = "rotary embedding that depends on the row's length" if self.attention_only else "recurrent layers"
             raise UnsupportedModel(f"a model with {why} can't share a prefix: use two streams")
         caches = self._caches(stream)
@@ -425,12 +427,12 @@ def _without_arrays(tape: Tape, lo: int, hi: int) -> Tape:
     return Tape(tape.stream, mx.zeros(()), kept)  # type: ignore[arg-type]
 
 
-def _with_arrays(tape: Tape, constants: Sequence[mx.array]) -> Tape:
+def _with_arrays(tape: Tape, of_stream: Sequence[mx.array], constants: Sequence[mx.array]) -> Tape:
     def filled(leaf: Any) -> Any:
         return constants[leaf.number] if isinstance(leaf, _Constant) else leaf
 
     calls = [c and _Call(map_tree(filled, c.args), map_tree(filled, c.kwargs), c.caches) for c in tape.calls]
-    return Tape(tape.stream, tape.embedded, calls)
+    return Tape(tape.stream.with_arrays([tape.stream.tokens, *of_stream]), tape.embedded, calls)
 
 
 def _first_writers(signatures: list[_Signature], crossing: set[str]) -> list[tuple[str, ...]]:

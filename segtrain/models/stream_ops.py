@@ -5,7 +5,7 @@ rotary embedding, attention and convolution. So a stream comes in through four d
 
 - a `StreamCache` in the place of each layer's key-value cache, whose mask is a `Causal` (the *string* "causal" with a
   window), so that no `[T, T]` array is ever made, and which hands keys and values to layers that share them;
-- `mx.fast.rope`, which gets the positions of the stream's branches;
+- `mx.fast.rope`, which gets the positions of the stream's branches or sequences;
 - `mx.fast.scaled_dot_product_attention`, which becomes `attention.dispatch.attend` wherever the mask is causal;
 - `mx.conv1d`, which starts again at each branch.
 
@@ -21,7 +21,9 @@ from typing import Any
 import mlx.core as mx
 
 from segtrain.attention.dispatch import attend, unmasked
+from segtrain.attention.folding import folded, unfolded
 from segtrain.engine.layouts import Stream
+from segtrain.engine.ragged import Ragged
 from segtrain.models.branches import short_convolution
 from segtrain.models.causal import Causal
 from segtrain.models.exceptions import Replacement, active, replaced
@@ -65,6 +67,8 @@ class StreamCache:
 
 def dense_mask(stream: Stream, rows: int, window: int | None) -> mx.array:
     """Visibility as a [T, T] boolean array, for the few models that do arithmetic on their mask."""
+    if stream.ragged is not None:
+        raise NotImplementedError("a mask as an array for a ragged batch")
     physical = mx.arange(rows)
     logical, branch = physical, mx.zeros((rows,), mx.int32)
     if stream.branches and rows == len(stream):
@@ -86,11 +90,13 @@ def stream_ops(stream: Stream, exceptions: Sequence[Replacement]) -> Iterator[No
     """
 
     def rope(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        if not stream.branches:
+        if stream.ragged is None and not stream.branches:
             return _rope(x, *args, **kwargs)
         if x.shape[-2] != len(stream):
             raise NotImplementedError(f"rotary embedding of {x.shape[-2]} rows in a stream of {len(stream)}")
         kwargs.pop("offset", None)
+        if stream.ragged is not None:
+            return _rope_at(stream.ragged.positions, x, *args, **kwargs)
         parts, at = [], 0
         for first, length in stream.runs:
             parts.append(_rope(x[..., at : at + length, :], *args, offset=first, **kwargs))
@@ -99,6 +105,8 @@ def stream_ops(stream: Stream, exceptions: Sequence[Replacement]) -> Iterator[No
 
     def attention(q: mx.array, k: mx.array, v: mx.array, **rule: Any) -> mx.array:
         with _original_ops():
+            if stream.ragged is not None:
+                return _folded_attention(stream.ragged, q, k, v, **rule)
             return attend(q, k, v, prefix=stream.prefix, branches=stream.branches, **rule)
 
     def sdpa(q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: Any = None) -> mx.array:
@@ -111,6 +119,19 @@ def stream_ops(stream: Stream, exceptions: Sequence[Replacement]) -> Iterator[No
     conv1d = replaced(mx, "conv1d", partial(short_convolution, stream))
     with _fast_ops(rope, sdpa), conv1d, active(exceptions, stream, attention):
         yield
+
+
+def _rope_at(positions: mx.array, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+    """Rotary embedding of x [..., T, D] at these positions [T]: each token is a batch of its own, with its offset."""
+    by_token = mx.moveaxis(x, -2, 0)
+    turned = _rope(by_token.reshape(len(positions), -1, 1, x.shape[-1]), *args, offset=positions, **kwargs)
+    return mx.moveaxis(turned.reshape(by_token.shape), 0, -2)
+
+
+def _folded_attention(ragged: Ragged, q: mx.array, k: mx.array, v: mx.array, **rule: Any) -> mx.array:
+    """`attend` on the ragged stream's sequences as a batch: causal, so that filler at their ends needs no mask."""
+    q, k, v = (folded(x, ragged.tokens, ragged.slots, ragged.held) for x in (q, k, v))
+    return unfolded(attend(q, k, v, **rule), ragged.tokens, ragged.own, ragged.slots)
 
 
 @contextmanager

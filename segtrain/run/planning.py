@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from segtrain.engine import groups
@@ -150,8 +151,8 @@ class Planner:
         self._hold(option.plan)
         about = {"row_tokens": length, "rows_together": together}
         yield PlanChosen({**option.plan.as_json(), "budget_gib": round(self.budget / GIB, 4), **about})
-        if self.session.lora.dropout and self.session.recipe.engine.rows_together != 1:
-            yield Notice("rows run one at a time: lora.dropout draws its masks row by row")
+        if self.session.why_alone and self.session.recipe.engine.rows_together != 1:
+            yield Notice(f"rows run one at a time: {self.session.why_alone}")
         yield from self._drain()
 
     def cut(self, lengths: Sequence[int]) -> list[int]:
@@ -159,15 +160,16 @@ class Planner:
         asked = self.session.recipe.engine.rows_together
         if asked == 1:
             return [1] * len(lengths)
+        cut = partial(groups.cut, filler=groups.RAGGED_FILLER, any_size=True) if self.session.ragged else groups.cut
         if asked == "auto":
-            return groups.cut(lengths, PASS_TOKENS[self.backend.name], len(lengths), self._tokens_together())
+            return cut(lengths, PASS_TOKENS[self.backend.name], len(lengths), self._tokens_together())
         fewest = len(lengths) * lengths[-1]  # any filler is better than one more group
-        return groups.cut(lengths, fewest, asked, self._tokens_together(asked * lengths[-1]))
+        return cut(lengths, fewest, asked, self._tokens_together(asked * lengths[-1]))
 
     def _together(self, length: int) -> int:
         """How many rows as long as the longest one run together."""
-        train, lora = self.session.recipe.train, self.session.lora
-        return 1 if lora.dropout else max(self.cut([length] * train.grad_accumulation_steps))
+        rows = self.session.recipe.train.grad_accumulation_steps
+        return 1 if self.session.why_alone else max(self.cut([length] * rows))
 
     def _tokens_together(self, most: int | None = None) -> int:
         """Tokens of a group of rows that fits the budget, up to `most`: up to what fills this device by default."""

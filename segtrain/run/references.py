@@ -7,7 +7,7 @@ values at the start and of the row's tokens, so a line can only be found for wha
 
 import json
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -34,18 +34,29 @@ class References:
                 for line in map(json.loads, lines):
                     self.sums[line.pop("row")] = line
 
-    def __call__(self, row: PreferenceRow, layout: Layout, backward: Backward) -> Layout:
-        """`layout` with the sums of its row: those kept, or those of a pass of `backward`."""
-        key = self._key(row)
+    def __call__(self, rows: Sequence[PreferenceRow], layout: Layout, backward: Backward) -> Layout:
+        """The layout of these rows with their sums: those kept, or those of a pass of `backward`."""
+        keys = [self._key(row) for row in rows]
+        if any(key not in self.sums for key in keys):
+            found = {name: _listed(sums) for name, sums in reference_sums(backward, layout).items()}
+            for number, key in enumerate(keys):
+                self._note(key, {name: sums[number] for name, sums in found.items()})
+        known = [self.sums[key] for key in keys]
+        reference = {name: mx.array([sums[name] for sums in known]) for name in known[0]}
+        return replace(layout, reference={n: sums if len(rows) > 1 else sums[0] for n, sums in reference.items()})
+
+    def _note(self, key: str, sums: dict[str, float]) -> None:
         if key not in self.sums:
-            sums = {name: float(cast(float, value.item())) for name, value in reference_sums(backward, layout).items()}
+            self.sums[key] = sums
             if self.keep:
                 self.keep({"row": key, **sums})
-            self.sums[key] = sums
-        return replace(layout, reference={name: mx.array(value) for name, value in self.sums[key].items()})
 
     def _key(self, row: PreferenceRow) -> str:
         hasher = blake2b(self.source, digest_size=16)
         for part in (row.prompt, row.chosen, row.rejected, row.rejected_prompt or ()):
             hasher.update(len(part).to_bytes(8, "little") + array("q", part).tobytes())
         return hasher.hexdigest()
+
+
+def _listed(sums: mx.array) -> list[float]:
+    return cast(list[float], sums.reshape(-1).tolist())

@@ -1,6 +1,6 @@
 """What every command that runs a model needs, assembled from a recipe: model, adapter, layer stack, loss, layouts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from segtrain.attention.dispatch import align, backend
 from segtrain.data.rows import PreferenceRow, Row
+from segtrain.engine import groups
 from segtrain.engine.backward import Backward, FullBackward, Meter, SegmentedBackward, no_meter
 from segtrain.engine.layouts import Layout, padded, pair, shared_prefix, single
 from segtrain.engine.objectives import Objective
@@ -30,7 +31,11 @@ SHARING_PAYS_FROM = 16  # prompt tokens below which two streams are no dearer th
 
 @dataclass
 class Session:
-    """A model ready to train: LoRA attached, layers captured. `shares_prefix`: pairs' prompts are computed once."""
+    """A model ready to train: LoRA attached, layers captured.
+
+    `shares_prefix`: pairs' prompts are computed once. `ragged`: rows that run together are one stream, of rows of any
+    kind, not a padded batch.
+    """
 
     recipe: Recipe
     loaded: Loaded
@@ -38,6 +43,7 @@ class Session:
     stack: LayerStack
     objective: Objective
     shares_prefix: bool
+    ragged: bool = False
     notices: list[str] = field(default_factory=list)
     align: int = 1
     traces: Traces = field(default_factory=Traces)
@@ -45,24 +51,43 @@ class Session:
 
     def layout(self, row: Row) -> Layout:
         """The row's streams and spans, its stream lengths rounded up to what the backend's attention needs."""
-        if not isinstance(row, PreferenceRow):
-            layout = single(row.tokens, row.supervised, row.weights)
-        elif self.shares(row):
-            layout = shared_prefix(row.prompt, row.chosen, row.rejected, score_prompt=self.objective.scores_prompt)
-        else:
-            layout = pair(
-                row.prompt,
-                row.chosen,
-                row.rejected,
-                rejected_prompt=row.rejected_prompt,
-                score_prompt=self.objective.scores_prompt,
-            )
-        return padded(layout, self.align)
+        return padded(self.bare(row), self.align)
 
-    def referenced(self, row: Row, layout: Layout, backward: Backward) -> Layout:
-        """The row's layout with its reference sums, where the run keeps them."""
-        kept = self.references is not None and isinstance(row, PreferenceRow)
-        return self.references(row, layout, backward) if kept else layout  # type: ignore[misc, arg-type]
+    def bare(self, row: Row) -> Layout:
+        """The row's streams and spans without filler."""
+        if not isinstance(row, PreferenceRow):
+            return single(row.tokens, row.supervised, row.weights)
+        if self.shares(row):
+            return shared_prefix(row.prompt, row.chosen, row.rejected, score_prompt=self.objective.scores_prompt)
+        return pair(
+            row.prompt,
+            row.chosen,
+            row.rejected,
+            rejected_prompt=row.rejected_prompt,
+            score_prompt=self.objective.scores_prompt,
+        )
+
+    def together(self, rows: Sequence[Row]) -> Layout:
+        """One layout of several rows."""
+        return (groups.ragged if self.ragged else groups.together)([self.bare(row) for row in rows], self.align)
+
+    def grouped(self, rows: Sequence[Row], cut: Callable[[Sequence[int]], Sequence[int]]) -> list[list[int]]:
+        """Numbers of the rows that run together; `cut`: sizes of groups of rows, by their lengths in order."""
+        return groups.grouped([self.bare(row) for row in rows], cut, kinds_apart=not self.ragged)
+
+    @property
+    def why_alone(self) -> str:
+        """Why rows can't run together; empty where they can."""
+        if self.lora.dropout and self.lora.adapts_experts:
+            return "lora.dropout draws the masks of experts' inputs for the tokens that reach them, row by row"
+        if self.lora.dropout and not self.ragged:
+            return "lora.dropout draws its masks for a row's own length, which a padded batch hasn't"
+        return ""
+
+    def referenced(self, rows: Sequence[Row], layout: Layout, backward: Backward) -> Layout:
+        """The layout of these rows with their reference sums, where the run keeps them."""
+        pairs = [row for row in rows if isinstance(row, PreferenceRow)]
+        return self.references(pairs, layout, backward) if self.references is not None and pairs else layout
 
     def shares(self, row: PreferenceRow) -> bool:
         """Whether this row's prompt is computed once: possible, wanted and cheaper."""
@@ -121,9 +146,11 @@ def open_session(recipe: Recipe, objective: Objective, loaded: Loaded) -> Sessio
     except (UnsupportedModel, ValueError) as error:
         raise UserError(str(error)) from error
     initial.begin(lora, recipe.lora, recipe.model)
-    shares, notices = _prefix_sharing(recipe, objective, stack, str(loaded.config.get("model_type")))
+    model_type = str(loaded.config.get("model_type"))
+    shares, notices = _prefix_sharing(recipe, objective, stack, model_type)
+    ragged = stack.takes_ragged and shares_prefix(model_type)
     multiple = align(backend()) if pads(loaded.model, loaded.config) else 1
-    return Session(recipe, loaded, lora, stack, objective, shares, [*found, *notices], multiple)
+    return Session(recipe, loaded, lora, stack, objective, shares, ragged, [*found, *notices], multiple)
 
 
 def parameter_counts(session: Session) -> tuple[int, int]:

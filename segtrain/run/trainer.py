@@ -29,6 +29,7 @@ from segtrain.run.environment import compiles_kernels
 from segtrain.run.guards import Growth, check_update
 from segtrain.run.keeper import Keeper
 from segtrain.run.optimizer import Optimizer
+from segtrain.run.passes import Passes
 from segtrain.run.planning import Planner
 from segtrain.run.references import References
 from segtrain.run.sampling import generate, prompts
@@ -116,9 +117,9 @@ class _Loop:
         optimizer = Optimizer(self.recipe.train, self.steps)
         self.meter = Meter(run.append_memory if run else None)
         self.planner = Planner(session, self.meter, sharing=ranks.local)
-        choose = self.planner.backward
-        self.updates = Updates(session, data.train, choose, optimizer, ranks, self.meter, self.planner.cut)
-        self.validation = Validation(session, data.valid, choose, self.updates) if data.valid is not None else None
+        passes = Passes(session, self.planner.backward, self.planner.cut)
+        self.updates = Updates(session, data.train, passes, optimizer, ranks, self.meter)
+        self.validation = Validation(data.valid, passes, self.updates) if data.valid is not None else None
         self.keeper = Keeper(self.recipe, ranks, run, session, optimizer, data)
         if session.objective.keeps_reference:
             keep = run.append_reference if run else None

@@ -5,31 +5,28 @@
 The weight is the number of supervised tokens for SFT and 1 a pair for ORPO. Since the sums run over rows and ranks
 alike, n ranks equal one process with n times the accumulation. For the same reason short rows may run together, in
 groups (`engine.groups`). Dropout masks are keyed by the row's number in the run.
+
+What an update computed is read once, at its end: until then the device is given work without being waited for.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TypeAlias, cast
+from typing import cast
 
 import mlx.core as mx
 
 from segtrain.data.rows import PreferenceRow, Row
-from segtrain.engine.backward import Backward, Meter, Step, no_meter
-from segtrain.engine.groups import grouped, together
+from segtrain.engine.backward import Meter, Step, no_meter
 from segtrain.engine.layouts import Layout
 from segtrain.engine.objectives import LossValue
-from segtrain.errors import RunFailed, reason
 from segtrain.lora.flat import FlatArrays
 from segtrain.parallel.ranks import Ranks
 from segtrain.run.optimizer import Optimizer, clip_factor, global_norm
+from segtrain.run.passes import Passes, explained
 from segtrain.run.session import Session
 from segtrain.run.state import RunState
-
-Choose: TypeAlias = Callable[[Layout], Backward]
-Cut: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
-"""Sizes of the groups of rows that run together, by the rows' lengths in ascending order."""
 
 
 @dataclass
@@ -46,17 +43,25 @@ class Totals:
     shared_tokens: int = 0
     shared_pairs: int = 0
     stop: bool = False
+    _pending: list[tuple[LossValue, int]] = field(default_factory=list)
 
     def add(self, value: LossValue, layout: Layout) -> None:
-        self.loss += sum(_numbers(value.total))
-        weights = _numbers(value.weight)
-        self.weight += sum(weights) * (layout.rows // len(weights))  # one for all rows where they weigh alike
         self.tokens += layout.tokens
         self.padding += layout.padding
         self.targets += layout.scored
         self.rows += layout.rows
-        for name, metric in value.metrics.items():
-            self.metrics[name] += sum(_numbers(metric))
+        self._pending.append((value, layout.rows))
+
+    def settle(self) -> None:
+        """Read the values that were added, all at once."""
+        mx.eval([(value.total, value.weight, value.metrics) for value, _ in self._pending])
+        for value, rows in self._pending:
+            self.loss += sum(_numbers(value.total))
+            weights = _numbers(value.weight)
+            self.weight += sum(weights) * (rows // len(weights))  # one for all rows where they weigh alike
+            for name, metric in value.metrics.items():
+                self.metrics[name] += sum(_numbers(metric))
+        self._pending.clear()
 
     @property
     def mean_loss(self) -> float:
@@ -68,6 +73,7 @@ class Totals:
 
     def exchange(self, ranks: Ranks, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
         """Sum these totals, and `arrays`, over the ranks; one rank's wish to stop becomes everyone's."""
+        self.settle()
         names = sorted(self.metrics)
         own = [self.tokens, self.targets, self.rows, self.shared_tokens, self.shared_pairs, self.padding]
         counts = [*own, self.stop]
@@ -100,15 +106,13 @@ class Updates:
         self,
         session: Session,
         rows: Iterator[Row],
-        choose: Choose,
+        passes: Passes,
         optimizer: Optimizer,
         ranks: Ranks,
         meter: Meter = no_meter,
-        cut: Cut | None = None,
     ) -> None:
-        """`cut`: which rows run together, or each runs alone."""
-        self.session, self.rows, self.choose, self.optimizer, self.ranks = session, rows, choose, optimizer, ranks
-        self.meter, self.cut = meter, cut
+        self.session, self.rows, self.passes, self.optimizer, self.ranks = session, rows, passes, optimizer, ranks
+        self.meter = meter
 
     def totals(self) -> Totals:
         return Totals(dict.fromkeys(self.session.objective.metrics, 0.0))
@@ -119,8 +123,8 @@ class Updates:
         for _ in range(self.session.recipe.train.grad_accumulation_steps):
             update.rows.append((state.rows + self.ranks.rank, next(self.rows)))
             state.rows += self.ranks.size
-        for group in self._groups(update.rows):
-            self._accumulate(update, group)
+        for group in self.passes.groups([row for _, row in update.rows]):
+            self._accumulate(update, [update.rows[number] for number in group])
         update.totals.stop = stop()
         assert update.grads is not None
         with self.meter("exchange", 0) if self.ranks.size > 1 else nullcontext():
@@ -132,17 +136,10 @@ class Updates:
         state.shared_pairs += update.totals.shared_pairs
         return update
 
-    def _groups(self, rows: list[tuple[int, Row]]) -> list[list[tuple[int, Row]]]:
-        """The rows that run together, the longest group of an update last; alone where masks are drawn row by row."""
-        if self.cut is None or len(rows) == 1 or self.session.lora.dropout:
-            return [[row] for row in rows]
-        found = grouped([self.session.layout(row) for _, row in rows], self.cut)
-        return [[rows[number] for number in numbers] for numbers in found]
-
     def _accumulate(self, update: Update, rows: list[tuple[int, Row]]) -> None:
-        step, layout = self._step(*rows[0]) if len(rows) == 1 else self._step_together([row for _, row in rows])
+        step, layout = self._step(*rows[0]) if len(rows) == 1 else self._step_together(rows)
         grads = step.grads if update.grads is None else step.grads.with_array(update.grads.array + step.grads.array)
-        mx.eval(grads.array)
+        mx.async_eval(grads.array)
         update.grads = grads
         update.totals.add(step.loss, layout)
         for _, row in rows:
@@ -152,19 +149,16 @@ class Updates:
 
     def _step(self, number: int, row: Row) -> tuple[Step, Layout]:
         self.session.lora.dropout_keys.row = number
-        layout = self.session.layout(row)
-        with _explained(str(row.origin), layout):
-            backward = self.choose(layout)
-            return backward.step(self.session.referenced(row, layout, backward)), layout
+        with explained([row]):
+            layout, backward = self.passes.prepared([row])
+            return backward.step(layout), layout
 
-    def _step_together(self, rows: list[Row]) -> tuple[Step, Layout]:
-        layouts = [self.session.layout(row) for row in rows]
-        if self.session.references is not None:
-            pairs = zip(rows, layouts, strict=True)
-            layouts = [self.session.referenced(row, layout, self.choose(layout)) for row, layout in pairs]
-        layout = together(layouts, self.session.align)
-        with _explained(f"{rows[-1].origin} and {len(rows) - 1} more rows with it", layout):
-            return self.choose(layout).step(layout), layout
+    def _step_together(self, rows: list[tuple[int, Row]]) -> tuple[Step, Layout]:
+        self.session.lora.dropout_keys.rows = [number for number, _ in rows]
+        of_group = [row for _, row in rows]
+        with explained(of_group):
+            layout, backward = self.passes.prepared(of_group)
+            return backward.step(layout), layout
 
     def _apply(self, update: Update, grads: FlatArrays) -> None:
         """Clip and update the adapter, unless the loss or the gradient isn't finite."""
@@ -189,38 +183,6 @@ class Updates:
         bad = [str(row.origin) for number, row in update.rows if not _finite(self._step(number, row)[0])]
         found = [origin for text in self.ranks.gather("\n".join(bad)) for origin in text.split("\n") if origin]
         return found or self.origins(update)
-
-
-@contextmanager
-def _explained(origin: str, layout: Layout) -> Iterator[None]:
-    """Raises RunFailed, with what helps, where the computation of `layout` doesn't end well."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            raise RunFailed(
-                f"out of memory on {origin} ({layout.tokens} tokens): {error}; lower data.max_seq_length or "
-                "engine.memory_budget; `segtrain plan-segments` shows what would fit"
-            ) from error
-        if is_watchdog(error):
-            raise RunFailed(
-                f"the system ended a computation of the GPU that kept the display waiting, on {origin} "
-                f"({layout.tokens} tokens): {reason(error)}. Let the display sleep, keep the machine awake with "
-                "`caffeinate -s segtrain ...`, and go on with --resume; shorter rows (data.max_seq_length) help too"
-            ) from error
-        raise
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is one of the ways in which mlx says that memory is used up."""
-    text = str(error).lower()
-    words = ("out of memory", "insufficient memory", "unable to allocate", "attempting to allocate", "resource limit")
-    return isinstance(error, MemoryError) or any(word in text for word in words)
-
-
-def is_watchdog(error: BaseException) -> bool:
-    """Whether the system's watchdog ended one of the GPU's command buffers (Metal's two texts)."""
-    return any(words in str(error) for words in ("Impacting Interactivity", "GPU Timeout"))
 
 
 def _finite(step: Step) -> bool:

@@ -1,24 +1,23 @@
-"""The loss over the validation rows: the same rows each time, shared out among the ranks."""
+"""The loss over the validation rows: the same rows each time, shared out among the ranks, short ones together."""
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 from segtrain.data.rows import Row
 from segtrain.event import Evaluated
-from segtrain.run.session import Session
+from segtrain.run.passes import Passes
 from segtrain.run.state import RunState
-from segtrain.run.updates import Choose, Totals, Updates
+from segtrain.run.updates import Totals, Updates
 
-Limit: TypeAlias = int | str
+WINDOW = 64  # rows that are looked at for which of them run together
 
 
 class Validation:
     """Evaluates the first `eval.rows` rows (all of them by default)."""
 
-    def __init__(self, session: Session, rows: Sequence[Row], choose: Choose, updates: Updates) -> None:
-        self.session, self.choose, self.updates = session, choose, updates
-        limit = session.recipe.eval.rows
+    def __init__(self, rows: Sequence[Row], passes: Passes, updates: Updates) -> None:
+        self.passes, self.updates = passes, updates
+        limit = passes.session.recipe.eval.rows
         self.rows = rows if limit == "all" else rows[:limit]
 
     def __call__(self, state: RunState, stop: Callable[[], bool]) -> Evaluated | None:
@@ -39,12 +38,14 @@ class Validation:
     def _totals(self, stop: Callable[[], bool]) -> Totals:
         """This rank's rows: every `size`-th one."""
         totals, ranks = self.updates.totals(), self.updates.ranks
-        for number in range(ranks.rank, len(self.rows), ranks.size):
-            if stop():
-                totals.stop = True
-                break
-            row = self.rows[number]
-            layout = self.session.layout(row)
-            backward = self.choose(layout)
-            totals.add(backward.evaluate(self.session.referenced(row, layout, backward)), layout)
+        numbers = range(ranks.rank, len(self.rows), ranks.size)
+        for at in range(0, len(numbers), WINDOW):
+            rows = [self.rows[number] for number in numbers[at : at + WINDOW]]
+            for group in self.passes.groups(rows):
+                if stop():
+                    totals.stop = True
+                    return totals
+                layout, backward = self.passes.prepared([rows[number] for number in group])
+                totals.add(backward.evaluate(layout), layout)
+            totals.settle()
         return totals

@@ -1,0 +1,70 @@
+"""Rows in passes: which of them run together, and the layout and backward pass of each group."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from segtrain.data.rows import Row
+from segtrain.engine.backward import Backward
+from segtrain.engine.layouts import Layout
+from segtrain.errors import RunFailed, reason
+from segtrain.run.session import Session
+
+Choose: TypeAlias = Callable[[Layout], Backward]
+Cut: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
+"""Sizes of the groups of rows that run together, by the rows' lengths in ascending order."""
+
+
+@dataclass
+class Passes:
+    """`cut`: which rows run together, or each runs alone."""
+
+    session: Session
+    choose: Choose
+    cut: Cut | None = None
+
+    def groups(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Numbers of the rows that run together, the longest group last."""
+        if self.cut is None or len(rows) == 1 or self.session.why_alone:
+            return [[number] for number in range(len(rows))]
+        return self.session.grouped(rows, self.cut)
+
+    def prepared(self, rows: Sequence[Row]) -> tuple[Layout, Backward]:
+        """The layout of one row, or of several together, with its reference sums, and the pass that runs it."""
+        layout = self.session.layout(rows[0]) if len(rows) == 1 else self.session.together(rows)
+        backward = self.choose(layout)
+        return self.session.referenced(rows, layout, backward), backward
+
+
+@contextmanager
+def explained(rows: Sequence[Row]) -> Iterator[None]:
+    """Raises RunFailed, with what helps, where the computation of `rows` doesn't end well."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        where = " with ".join(filter(None, [str(rows[-1].origin), f"{len(rows) - 1} more" if len(rows) > 1 else ""]))
+        if is_out_of_memory(error):
+            raise RunFailed(
+                f"out of memory on {where} ({sum(map(len, rows))} tokens): {error}; lower data.max_seq_length or "
+                "engine.memory_budget; `segtrain plan-segments` shows what would fit"
+            ) from error
+        if is_watchdog(error):
+            raise RunFailed(
+                f"the system ended a computation of the GPU that kept the display waiting, on {where} "
+                f"({sum(map(len, rows))} tokens): {reason(error)}. Let the display sleep, keep the machine awake with "
+                "`caffeinate -s segtrain ...`, and go on with --resume; shorter rows (data.max_seq_length) help too"
+            ) from error
+        raise
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is one of the ways in which mlx says that memory is used up."""
+    text = str(error).lower()
+    words = ("out of memory", "insufficient memory", "unable to allocate", "attempting to allocate", "resource limit")
+    return isinstance(error, MemoryError) or any(word in text for word in words)
+
+
+def is_watchdog(error: BaseException) -> bool:
+    """Whether the system's watchdog ended one of the GPU's command buffers (Metal's two texts)."""
+    return any(words in str(error) for words in ("Impacting Interactivity", "GPU Timeout"))
