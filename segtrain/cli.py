@@ -44,6 +44,15 @@ TRAINING = tuple(Loss)
 class AdapterFormat(StrEnum):
     peft = "peft"
     mlx = "mlx"
+    merged = "merged"
+
+
+class Quantisation(StrEnum):
+    four = "4"
+    eight = "8"
+    mxfp4 = "mxfp4"
+    nvfp4 = "nvfp4"
+    base = "base"
 
 
 class Interrupted(Exception):
@@ -289,20 +298,64 @@ def verify_grads(recipe: RecipeFile = None, set_: Set = None, debug: Debug = Fal
     return DONE if report.passed else FAILED
 
 
-@app.command(epilog="\b\nExample:\n  segtrain export runs/my-run --format peft --out adapter")
+@app.command(
+    epilog="\b\nExamples:\n  segtrain export runs/my-run --format peft --out adapter\n"
+    "  segtrain export runs/my-run --format merged --out model\n"
+    "  segtrain export runs/my-run --format merged \\\n    --quantize 4 --out model"
+)
 def export(
     run: RunDir,
-    format_: Annotated[AdapterFormat, typer.Option("--format", help="peft: for transformers; mlx: for mlx_lm.")],
+    format_: Annotated[
+        AdapterFormat,
+        typer.Option(
+            "--format", help="peft: for transformers; mlx: for mlx_lm; merged: base and adapter as one model directory."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="The directory to write.", show_default=False)],
+    model: Annotated[
+        str | None, typer.Option("--model", help="The base model, where the adapter's own name for it leads nowhere.")
+    ] = None,
+    quantize: Annotated[
+        Quantisation | None,
+        typer.Option("--quantize", help="A merged model's weights; base: as the base model's. Else they are dense."),
+    ] = None,
     debug: Debug = False,
 ) -> int:
-    """Write a run's adapter as PEFT or mlx-lm files."""
-    from segtrain.lora.adapters import export as write
+    """Write a run's adapter, or its model, for other programs.
 
-    for notice in write(run, out, format_.value):
+    RUN may also be a checkpoint, or an adapter directory of mlx-lm or PEFT.
+    """
+    if quantize and format_ is not AdapterFormat.merged:
+        raise UserError("--quantize is for --format merged: an adapter isn't quantised")
+    for notice in _export(run, out, format_, model, quantize):
         typer.echo(notice, err=True)
     typer.echo(f"wrote {out}")
     return DONE
+
+
+def _export(
+    run: Path, out: Path, format_: AdapterFormat, model: str | None, quantize: Quantisation | None
+) -> list[str]:
+    if format_ is not AdapterFormat.merged:
+        from segtrain.lora.adapters import export as write
+
+        return write(run, out, "peft" if format_ is AdapterFormat.peft else "mlx", model)
+    recipe = _recipe_of(run)
+    from segtrain.run.environment import prepare
+
+    prepare(os.environ, longest=recipe.data.max_seq_length if recipe else 0, exact=True)
+    from segtrain.run.merging import export_merged
+
+    kind = int(quantize) if quantize and quantize.isdigit() else quantize and quantize.value
+    return export_merged(run, out, recipe=recipe, model=model, quantize=kind)
+
+
+def _recipe_of(run: Path, changes: Sequence[str] = ()) -> "Recipe | None":
+    """The recipe of a run's directory; None where it has none."""
+    from segtrain.recipe.schema import load_recipe
+
+    file = next((path for name in RECIPES if (path := run / name).is_file()), None)
+    return load_recipe(file, changes) if file else None
 
 
 @app.command(
@@ -324,13 +377,11 @@ def evaluate(
 
     Loss and perplexity, and for preference rows accuracy and margins, of the best adapter that the run has kept.
     """
-    from segtrain.recipe.schema import load_recipe
+    recipe = _recipe_of(run, [f"data.test={json.dumps(data)}"] if data else [])
+    if recipe is None:
+        raise UserError(f"{run} is no run directory: it has no {RECIPES[-1]}")
     from segtrain.run.environment import prepare
 
-    file = next((path for name in RECIPES if (path := run / name).is_file()), None)
-    if file is None:
-        raise UserError(f"{run} is no run directory: it has no {RECIPES[-1]}")
-    recipe = load_recipe(file, [f"data.test={json.dumps(data)}"] if data else [])
     prepare(os.environ, longest=recipe.data.max_seq_length)
     from segtrain.run.evaluate import evaluate as measure
     from segtrain.terminal.counter import counter

@@ -210,7 +210,7 @@ def test_debug_shows_the_traceback(
         ("sft r.yaml other.yaml", "unexpected extra argument"),
         ("frobnicate", "No such command 'frobnicate'"),
         ("export run --out d", "Missing option '--format'"),
-        ("export run --out d --format gguf", "'gguf' is not one of 'peft', 'mlx'"),
+        ("export run --out d --format onnx", "'onnx' is not one of 'peft', 'mlx', 'merged'"),
         ("export", "Missing argument 'RUN'"),
         ("report nowhere", "is no run directory"),
         ("init --loss kto", "'kto' is not one of 'sft', 'orpo', 'simpo', 'cpo', 'dpo'"),
@@ -353,11 +353,11 @@ def test_counter_is_silent_in_a_pipe() -> None:
 
 
 def test_export_and_report(workplace: Path, install: Install, capsys: pytest.CaptureFixture[str]) -> None:
-    install("segtrain.lora.adapters", export=lambda run, out, kind: [f"{run} {out} {kind}"])
+    install("segtrain.lora.adapters", export=lambda run, out, kind, model: [f"{run} {out} {kind} {model}"])
     install("segtrain.report", write_report=lambda run: run / "report.html")
     assert cli.run(["export", "run", "--format", "peft", "--out", "there"]) == 0
     out, err = capsys.readouterr()
-    assert (out, err) == ("wrote there\n", "run there peft\n")
+    assert (out, err) == ("wrote there\n", "run there peft None\n")
     assert cli.run(["report", "run"]) == 0
     assert capsys.readouterr().out == f"wrote {Path('run/report.html')}\n"
 

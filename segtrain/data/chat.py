@@ -40,7 +40,7 @@ class ChatTemplate:
 
     def __init__(self, codec: Codec, source: str | None = None, kwargs: Mapping[str, Any] | None = None) -> None:
         self.codec, self.tokenizer = codec, codec.tokenizer
-        self.source = _template_text(source) if source else None
+        self.source = template_text(source) if source else None
         self.given = dict(kwargs or {})
         if name := next(iter(self.given.keys() & OURS), None):
             raise UserError(f"data.chat_template_kwargs.{name} is given by segtrain itself; leave it out")
@@ -217,7 +217,8 @@ def _call_as_text(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}
 
 
-def _template_text(source: str) -> str:
+def template_text(source: str) -> str:
+    """A chat template, given as Jinja text or as a file that holds it. Raises UserError."""
     if "{%" in source or "{{" in source:
         return source
     path = Path(source).expanduser()

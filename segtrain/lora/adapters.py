@@ -100,6 +100,8 @@ def export(run: Path, out: Path, format: Format, model: str | None = None) -> li
     else:
         weights, config, notices = peft.to_peft(adapter.params, adapter.config)
         names = (peft.WEIGHTS, peft.CONFIG)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: there is a file of that name; give the name of a directory")
     for name in names:
         if (out / name).exists():
             raise UserError(f"{out / name} exists; give another --out or remove it")

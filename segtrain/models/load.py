@@ -52,17 +52,7 @@ def load(path_or_hub_id: str, *, trust_remote_code: bool = False, stream: Callab
 
     Raises UserError for what can't be found, read or trained.
     """
-    path = _local(path_or_hub_id, ["config.json"])
-    config = _config(path, path_or_hub_id)
-    if config.get("model_file") is not None and not trust_remote_code:
-        raise UserError(
-            f"{path_or_hub_id} brings its own model code ({config['model_file']!r}), which is not run; "
-            "set trust_remote_code: true if you trust its author"
-        )
-    refuse(config)
-    code = [] if trust_remote_code else ["*.py"]
-    path = _local(path_or_hub_id, [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern not in code])
-    _check_weights(path)
+    path, config = located(path_or_hub_id, trust_remote_code=trust_remote_code)
     if stream(path):
         loads = Loads()
         with replaced(mx, "load", lambda load: loads):
@@ -74,6 +64,30 @@ def load(path_or_hub_id: str, *, trust_remote_code: bool = False, stream: Callab
     loaded = Loaded(model, tokenizer, config, path, weights)
     _check_vocabulary(loaded)
     return loaded
+
+
+def load_unread(path: Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    """The model in a directory and its `config.json`. Arrays are read when they are computed with. Raises UserError."""
+    return _model(path, trust_remote_code, lazy=True)
+
+
+def located(path_or_hub_id: str, *, trust_remote_code: bool = False) -> tuple[Path, dict[str, Any]]:
+    """The directory with a model's files, fetched if need be, and its `config.json`.
+
+    Raises UserError for what can't be found, read or trained.
+    """
+    path = _local(path_or_hub_id, ["config.json"])
+    config = _config(path, path_or_hub_id)
+    if config.get("model_file") is not None and not trust_remote_code:
+        raise UserError(
+            f"{path_or_hub_id} brings its own model code ({config['model_file']!r}), which is not run; "
+            "set trust_remote_code: true if you trust its author"
+        )
+    refuse(config)
+    code = [] if trust_remote_code else ["*.py"]
+    path = _local(path_or_hub_id, [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern not in code])
+    _check_weights(path)
+    return path, config
 
 
 def embedding_rows(model: nn.Module) -> int:

@@ -1,0 +1,59 @@
+"""Quantisation of a dense model's layers by mlx-lm, under the names that recipes and commands give it."""
+
+import contextlib
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.utils import quantize_model
+
+from segtrain.models.dense_weights import is_packed, quantisation
+
+KINDS: dict[int | str, dict[str, Any]] = {
+    4: {"bits": 4, "mode": "affine"},
+    8: {"bits": 8, "mode": "affine"},
+    "mxfp4": {"bits": None, "mode": "mxfp4"},
+    "nvfp4": {"bits": None, "mode": "nvfp4"},
+}
+KEYS = ("quantization", "quantization_config")
+
+
+def quantised(model: nn.Module, config: Mapping[str, Any], kind: int | str) -> dict[str, Any]:
+    """Quantise the layers that mlx-lm's conversion would, in groups of its default size; the new `config.json`."""
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints bits per weight
+        _, found = quantize_model(model, dict(config), None, **KINDS[kind])
+    return dict(found)
+
+
+def described(config: Mapping[str, Any]) -> str:
+    """How a model with this `config.json` is quantised, in words; empty where it isn't."""
+    found: Any = next(
+        (part[key] for part in (config, config.get("text_config") or {}) for key in KEYS if part.get(key)), {}
+    )
+    if not found:
+        return ""
+    bits = f"{found['bits']} bits" if found.get("bits") else str(found.get("quant_method", "in its own way"))
+    return f"{bits}, groups of {found['group_size']}" if found.get("group_size") else bits
+
+
+def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of the same model, dense."""
+    plain = {key: value for key, value in config.items() if key not in KEYS}
+    if isinstance(text := plain.get("text_config"), Mapping):
+        plain["text_config"] = {key: value for key, value in text.items() if key not in KEYS}
+    return plain
+
+
+def packings(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """How each quantised layer is packed, by its path, as its dense form's `to_quantized` takes it."""
+    return {path: quantisation(module) | _scaled(module) for path, module in model.named_modules() if is_packed(module)}
+
+
+def _scaled(module: nn.Module) -> dict[str, bool]:
+    return {"global_scale": True} if module.get("global_scale") is not None else {}
+
+
+def repack(model: nn.Module, packed: Mapping[str, dict[str, Any]]) -> None:
+    """Quantise the layers that are dense now and that `packed` names, as it says."""
+    nn.quantize(model, class_predicate=lambda path, m: hasattr(m, "to_quantized") and packed.get(path, False))
