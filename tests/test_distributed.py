@@ -127,6 +127,22 @@ def test_two_ranks_equal_two_rows_of_accumulation(folder: Path, sft_alone: Path,
     assert not (path.parent / "rank-1.log").read_text()  # only rank 0 speaks
 
 
+def test_dealt_rows_in_groups_equal_accumulation(folder: Path) -> None:
+    """Two ranks of three rows each: whichever they take, and whichever run together, with dropout."""
+    changes = {"train__steps": 2, "engine": {"rows_together": 2}}
+    one = folder / "alone-six" / "run"
+    list(Trainer(load_recipe(recipe_file(folder, "alone-six", "sft", 6, train__steps=2))).events())
+    path = recipe_file(folder, "two-dealt", "sft", 3, **changes)
+    ranks = start_ranks(["sft", str(path)], path.parent)
+    assert [ended(rank) for rank in ranks] == [0, 0]
+    assert difference(one, path.parent / "run") <= 2e-6
+    ours, theirs = (
+        [line for line in tiny_run.lines(run) if line["event"] == "train"] for run in (path.parent / "run", one)
+    )
+    assert [line["tokens"] for line in ours] == [line["tokens"] for line in theirs]
+    assert sum(line["padding_tokens"] for line in ours) > 0
+
+
 def adjacent_ports(count: int) -> int:
     """The first of so many free ports in a row."""
     while True:

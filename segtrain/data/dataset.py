@@ -42,17 +42,14 @@ _SAMPLE = 0xC0  # sets the sample's order apart from any epoch's
 
 
 class TrainRows:
-    """Endless training rows. `next` gives this rank's row of the next `world` rows that can be used.
+    """Endless training rows, of which those that can't be used are left out.
 
     An example may give several rows, which follow one another. All ranks walk the same rows, so a saved place is the
-    same for all and a run may go on with another `world`.
+    same for all and a run may go on with another number of them.
     """
 
-    def __init__(
-        self, feed: Feed, pipeline: "Pipeline", rank: int = 0, world: int = 1, rows: int | None = None
-    ) -> None:
-        assert 0 <= rank < world
-        self._feed, self._pipeline, self.rank, self.world = feed, pipeline, rank, world
+    def __init__(self, feed: Feed, pipeline: "Pipeline", rows: int | None = None) -> None:
+        self._feed, self._pipeline = feed, pipeline
         self._patience = max(rows or 0, 10_000) * 2
         self.dropped = 0
         self._fates: list[Dropped | None] = []  # of the rows of the last example
@@ -63,10 +60,17 @@ class TrainRows:
         return self
 
     def __next__(self) -> Row:
-        group = [self._usable(encode=number == self.rank) for number in range(self.world)]
-        row = group[self.rank]
-        assert row is not None
-        return row
+        """The next row that isn't dropped."""
+        misses = 0
+        while isinstance(fate := self._step(), Dropped):
+            self.dropped += 1
+            misses += 1
+            if misses > self._patience:
+                raise UserError(f"none of the last {misses} rows can be used ({fate.origin}: {fate.reason})")
+        assert self._raw is not None
+        result = self._pipeline.encode(self._raw)[self._given - 1]
+        assert isinstance(result, Encoded)
+        return result.row
 
     def limit(self, tokens: int) -> None:
         """From here on rows above so many tokens are what `on_long` makes of them."""
@@ -76,21 +80,6 @@ class TrainRows:
     def epoch(self) -> int:
         """The epoch that the last row given belongs to, from 0."""
         return self._feed.epoch
-
-    def _usable(self, encode: bool = True) -> Row | None:
-        """The next row that isn't dropped; without `encode` only passed over, which costs little if it was counted."""
-        misses = 0
-        while isinstance(fate := self._step(), Dropped):
-            self.dropped += 1
-            misses += 1
-            if misses > self._patience:
-                raise UserError(f"none of the last {misses} rows can be used ({fate.origin}: {fate.reason})")
-        if not encode:
-            return None
-        assert self._raw is not None
-        result = self._pipeline.encode(self._raw)[self._given - 1]
-        assert isinstance(result, Encoded)
-        return result.row
 
     def _step(self) -> Dropped | None:
         """Why the next row is dropped; None for one that can be used."""
@@ -227,15 +216,14 @@ def fates(results: Sequence[Encoded | Dropped]) -> list[Dropped | None]:
     return [result if isinstance(result, Dropped) else None for result in results]
 
 
-def open_data(recipe: Recipe, tokenizer: Tokenizer, *, pairs: bool = False, rank: int = 0, world: int = 1) -> Data:
-    """Open what `recipe.data` names: preference `pairs`, or examples. Rank r of `world` gets rows r, r + world, ... of
-    one order.
+def open_data(recipe: Recipe, tokenizer: Tokenizer, *, pairs: bool = False) -> Data:
+    """Open what `recipe.data` names: preference `pairs`, or examples.
 
     Sets of up to 2,000 rows (and 16 MiB) are counted in full, others by a seeded sample (`counts["sampled"]`) and their
     longest rows.
     Raises UserError, with file and line where there is one, for anything wrong with the data.
     """
-    return _Opening(recipe, pairs, tokenizer).data(rank, world)
+    return _Opening(recipe, pairs, tokenizer).data()
 
 
 def open_fixed(
@@ -261,13 +249,13 @@ class _Opening:
         self.sought = Sought()
         self.fixed_longest = 0
 
-    def data(self, rank: int, world: int) -> Data:
+    def data(self) -> Data:
         located = locate(self.section, "train")
         if self.section.streaming:
             feed, counts, rows = self._streamed(located)
         else:
             feed, counts, rows = self._tabled(located)
-        train = TrainRows(feed, self.pipeline, rank, world, rows)
+        train = TrainRows(feed, self.pipeline, rows)
         rows_of_each = self.recipe.eval.rows
         limit = None if rows_of_each == "all" else int(rows_of_each)
         valid = self.fixed("valid", limit) if limit != 0 else None

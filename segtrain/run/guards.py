@@ -23,7 +23,7 @@ def check_update(update: Update, updates: Updates, state: RunState, directory: P
     mean = state.losses.mean
     if not state.losses.spikes(loss):
         return []
-    rows = _listed(updates.origins(update))
+    rows = _listed(update.origins)
     return [Notice(f"step {state.step}: loss {loss:.4g}, where {mean:.4g} was usual, on {rows}", "warning")]
 
 

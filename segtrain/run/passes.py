@@ -24,6 +24,14 @@ class Passes:
     choose: Choose
     cut: Cut | None = None
 
+    def cost(self, row: Row) -> float:
+        """What computing a row takes, in tokens: attention costs as much as all else at about 13 times the width.
+
+        It depends on row and model alone, not on this rank's memory or device.
+        """
+        tokens = self.session.tokens(row)
+        return tokens * (1 + tokens / (13 * self.session.width))
+
     def groups(self, rows: Sequence[Row]) -> list[list[int]]:
         """Numbers of the rows that run together, the longest group last."""
         if self.cut is None or len(rows) == 1 or self.session.why_alone:

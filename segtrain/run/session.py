@@ -67,6 +67,12 @@ class Session:
             score_prompt=self.objective.scores_prompt,
         )
 
+    def tokens(self, row: Row) -> int:
+        """That the row's streams have, about."""
+        if not isinstance(row, PreferenceRow):
+            return len(row)
+        return len(row.prompt) * (1 if self.shares(row) else 2) + row.targets
+
     def together(self, rows: Sequence[Row]) -> Layout:
         """One layout of several rows."""
         return (groups.ragged if self.ragged else groups.together)([self.bare(row) for row in rows], self.align)
@@ -74,6 +80,13 @@ class Session:
     def grouped(self, rows: Sequence[Row], cut: Callable[[Sequence[int]], Sequence[int]]) -> list[list[int]]:
         """Numbers of the rows that run together; `cut`: sizes of groups of rows, by their lengths in order."""
         return groups.grouped([self.bare(row) for row in rows], cut, kinds_apart=not self.ragged)
+
+    @property
+    def width(self) -> int:
+        """Of the hidden states."""
+        inner = self.loaded.config.get("text_config")
+        found = (inner if isinstance(inner, dict) else self.loaded.config).get("hidden_size")
+        return found if type(found) is int else 4096
 
     @property
     def why_alone(self) -> str:

@@ -83,7 +83,7 @@ class Trainer:
             loaded = load(self.recipe.model, trust_remote_code=self.recipe.trust_remote_code, stream=stream)
             yield from announced(self.recipe, loaded.weights) if loaded.weights else ()
             objective = objectives.of_recipe(self.loss, self.recipe)
-            data = open_data(self.recipe, loaded.tokenizer, pairs=objective.pairs, rank=ranks.rank, world=ranks.size)
+            data = open_data(self.recipe, loaded.tokenizer, pairs=objective.pairs)
             yield from (Notice(text) for text in _positions(loaded, data, self.recipe))
             prompts(loaded, self.recipe)  # what is wrong with one is said now, not when the run ends
             session = open_session(self.recipe, objective, loaded)

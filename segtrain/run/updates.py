@@ -3,8 +3,9 @@
     update = sum over rows of (gradient of the row's total loss) / sum over rows of the row's weight
 
 The weight is the number of supervised tokens for SFT and 1 a pair for ORPO. Since the sums run over rows and ranks
-alike, n ranks equal one process with n times the accumulation. For the same reason short rows may run together, in
-groups (`engine.groups`). Dropout masks are keyed by the row's number in the run.
+alike, n ranks equal one process with n times the accumulation, whichever rank computes which row (`parallel.dealing`):
+every rank reads all rows. For the same reason short rows may run together, in groups (`engine.groups`). Dropout masks
+are keyed by the row's number in the run.
 
 What an update computed is read once, at its end: until then the device is given work without being waited for.
 """
@@ -22,6 +23,7 @@ from segtrain.engine.backward import Meter, Step, no_meter
 from segtrain.engine.layouts import Layout
 from segtrain.engine.objectives import LossValue
 from segtrain.lora.flat import FlatArrays
+from segtrain.parallel.dealing import deal
 from segtrain.parallel.ranks import Ranks
 from segtrain.run.optimizer import Optimizer, clip_factor, global_norm
 from segtrain.run.passes import Passes, explained
@@ -95,6 +97,7 @@ class Update:
     totals: Totals
     grads: FlatArrays | None = None
     rows: list[tuple[int, Row]] = field(default_factory=list)  # this rank's, with their numbers in the run
+    origins: list[str] = field(default_factory=list)  # of the rows of all ranks
     norm: float = math.nan
     applied: bool = False
 
@@ -120,9 +123,7 @@ class Updates:
     def next(self, state: RunState, stop: Callable[[], bool]) -> Update:
         """Take the next rows and apply their gradient; counts in `state` all but the step itself."""
         update = Update(self.totals())
-        for _ in range(self.session.recipe.train.grad_accumulation_steps):
-            update.rows.append((state.rows + self.ranks.rank, next(self.rows)))
-            state.rows += self.ranks.size
+        update.rows, update.origins = self._take(state)
         for group in self.passes.groups([row for _, row in update.rows]):
             self._accumulate(update, [update.rows[number] for number in group])
         update.totals.stop = stop()
@@ -135,6 +136,14 @@ class Updates:
         state.bad_steps = 0 if update.applied else state.bad_steps + 1
         state.shared_pairs += update.totals.shared_pairs
         return update
+
+    def _take(self, state: RunState) -> tuple[list[tuple[int, Row]], list[str]]:
+        """This rank's of the next rows, with their numbers in the run, and where all of them came from."""
+        count, first = self.session.recipe.train.grad_accumulation_steps * self.ranks.size, state.rows
+        rows = [next(self.rows) for _ in range(count)]
+        state.rows += count
+        mine = deal([self.passes.cost(row) for row in rows], self.ranks.size)[self.ranks.rank]
+        return [(first + number, rows[number]) for number in mine], [str(row.origin) for row in rows]
 
     def _accumulate(self, update: Update, rows: list[tuple[int, Row]]) -> None:
         step, layout = self._step(*rows[0]) if len(rows) == 1 else self._step_together(rows)
@@ -171,10 +180,6 @@ class Updates:
         else:
             self.optimizer.skip()
 
-    def origins(self, update: Update) -> list[str]:
-        """Where the update's rows came from, on all ranks."""
-        return "\n".join(self.ranks.gather("\n".join(str(row.origin) for _, row in update.rows))).split("\n")
-
     def blame(self, update: Update) -> list[str]:
         """Where the rows came from whose own loss or gradient isn't finite (all rows where only their sum isn't).
 
@@ -182,7 +187,7 @@ class Updates:
         """
         bad = [str(row.origin) for number, row in update.rows if not _finite(self._step(number, row)[0])]
         found = [origin for text in self.ranks.gather("\n".join(bad)) for origin in text.split("\n") if origin]
-        return found or self.origins(update)
+        return found or update.origins
 
 
 def _finite(step: Step) -> bool:
