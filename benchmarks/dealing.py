@@ -2,7 +2,7 @@
 
     python benchmarks/dealing.py
 
-A rank's time is the sum of its rows' costs, as `parallel.dealing` takes them for a model 4,096 wide. Mean over 200 updates.
+Costs are those that a model 4,096 wide would have; a rank's time is the sum of its rows'. Mean over 200 updates.
 """
 
 import random
