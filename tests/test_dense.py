@@ -7,8 +7,9 @@ import tiny
 
 from segtrain.engine import objectives
 from segtrain.engine.backward import SegmentedBackward
+from segtrain.lora.frozen import dense_weight
 from segtrain.models import dense
-from segtrain.models.dense import dense_weight, dequantized, dequantized_in_slices, quantized_modules
+from segtrain.models.dense import dequantized, dequantized_in_slices, quantized_modules
 from segtrain.models.stack import Execution, LayerStack
 
 LINEAR = 7

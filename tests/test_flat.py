@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from segtrain.engine import objectives
 from segtrain.engine.backward import FullBackward
 from segtrain.lora.flat import ALIGN, FlatArrays, FlatLayout
-from segtrain.lora.layers import LoRALinear
+from segtrain.lora.modules import LoRALinear
 from segtrain.models.stack import LayerStack
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)

@@ -14,7 +14,8 @@ import tiny_configs
 from segtrain.engine import objectives
 from segtrain.engine.backward import FullBackward, SegmentedBackward, Step
 from segtrain.engine.layouts import RESPONSE, Layout, pair, single
-from segtrain.lora.layers import DropoutKeys, Lora
+from segtrain.lora.layers import Lora
+from segtrain.lora.modules import DropoutKeys
 from segtrain.models.stack import Execution, LayerStack
 
 FAMILIES = list(tiny.FAMILIES)

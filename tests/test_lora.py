@@ -11,8 +11,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from segtrain.lora import layers
-from segtrain.lora.layers import Dropout, DropoutKeys, LoRALinear, LoRASwitchLinear, Slot, attach, swapped
+from segtrain.lora import modules
+from segtrain.lora.layers import attach, swapped
+from segtrain.lora.modules import Dropout, DropoutKeys, LoRALinear, LoRASwitchLinear, Slot
 
 KEYS = DropoutKeys(seed=3)
 
@@ -69,7 +70,7 @@ def test_a_padded_rank_gives_the_same(kind: str, rank: int, monkeypatch: pytest.
     x = mx.random.normal((4, 1, 1, 16))
     inputs = (x,) if kind == "linear" else (x, mx.array([[0, 2], [1, 1], [2, 0], [0, 1]]))
     plain = output_and_gradients(module, *inputs)
-    monkeypatch.setattr(layers, "pads", lambda dtype: True)
+    monkeypatch.setattr(modules, "pads", lambda dtype: True)
     assert [f.shape[axis] % 8 for f, axis in zip(module.factors(mx.float32), module.RANK_AXES, strict=True)] == [0, 0]
     for padded, expected in zip(output_and_gradients(module, *inputs), plain, strict=True):
         assert padded.shape == expected.shape
@@ -77,8 +78,8 @@ def test_a_padded_rank_gives_the_same(kind: str, rank: int, monkeypatch: pytest.
 
 
 def test_half_precision_pads_and_a_cpus_float32_does_not():
-    assert layers.pads(mx.bfloat16)
-    assert layers.pads(mx.float32) == (mx.default_device() != mx.Device(mx.cpu))
+    assert modules.pads(mx.bfloat16)
+    assert modules.pads(mx.float32) == (mx.default_device() != mx.Device(mx.cpu))
 
 
 @pytest.mark.parametrize("bits", [0, 4])

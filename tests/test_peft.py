@@ -5,7 +5,7 @@ Expected values come from transformers and peft on CPU in float32.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -118,11 +118,20 @@ def layer_linears(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def random_adapter(
-    directory: Path, model: nn.Module, out: Path, *, lo: int = 0, keys: list[str] | None = None, rslora: bool = False
+    directory: Path,
+    model: nn.Module,
+    out: Path,
+    *,
+    lo: int = 0,
+    keys: list[str] | None = None,
+    rslora: bool = False,
+    kind: Literal["lora", "dora"] = "lora",
 ) -> Path:
-    """An mlx-lm adapter with random A and B on `keys` (all linear modules) of layers lo.., as a run would leave it."""
+    """An mlx-lm adapter with random A, B and magnitudes on `keys` (all linear modules) of layers lo.., as a run would
+    leave it.
+    """
     keys = sorted(layer_linears(model)) if keys is None else keys
-    lora = LoraRecipe(rank=4, alpha=6.0, rslora=rslora)
+    lora = LoraRecipe(kind=kind, rank=4, alpha=6.0, rslora=rslora)
     names = {id(module): name for name, module in model.named_modules()}
     params = {}
     random = np.random.default_rng(0)
@@ -133,6 +142,8 @@ def random_adapter(
                 a, b = ((*experts, 4, inputs), (*experts, outputs, 4)) if experts else ((inputs, 4), (4, outputs))
                 params[f"{names[id(module)]}.lora_a"] = mx.array(random.normal(0, 0.3, a).astype(np.float32))
                 params[f"{names[id(module)]}.lora_b"] = mx.array(random.normal(0, 0.3, b).astype(np.float32))
+                if kind == "dora":
+                    params[f"{names[id(module)]}.m"] = mx.array(random.uniform(0.5, 1.5, outputs).astype(np.float32))
     config = adapters.mlx_config(
         lora,
         model=str(directory),
@@ -173,6 +184,7 @@ CASES = {
     "all": {},
     "last layers": {"lo": 1},
     "rslora": {"rslora": True},
+    "dora": {"kind": "dora"},
     "some modules": {"keys": ["self_attn.q_proj", "mlp.down_proj"]},
 }
 
@@ -191,11 +203,17 @@ def test_exported_adapter_gives_the_same_logits_in_peft(case: str, tmp_path: Pat
     np.testing.assert_allclose(peft_logits(base, tmp_path / "peft"), ours, atol=1e-4)
 
 
-def test_adapter_that_peft_made_is_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapter_that_peft_made_is_imported(dora: bool, tmp_path: Path) -> None:
     base = torch_model("llama")
     directory = saved(base, tmp_path / "model")
     config = real_peft.LoraConfig(
-        r=4, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "up_proj"], layers_to_transform=[1, 2]
+        r=4,
+        lora_alpha=6,
+        use_rslora=True,
+        use_dora=dora,
+        target_modules=["q_proj", "up_proj"],
+        layers_to_transform=[1, 2],
     )
     wrapped = real_peft.get_peft_model(base, config)
     with torch.no_grad():

@@ -7,7 +7,8 @@ import mlx.nn as nn
 import pytest
 import tiny
 
-from segtrain.lora.layers import LoRALinear, swapped
+from segtrain.lora.layers import swapped
+from segtrain.lora.modules import LoRALinear
 from segtrain.models.products import linear_modules, recalling, remembering
 
 NAMES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

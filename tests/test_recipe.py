@@ -417,8 +417,10 @@ hf_dataset:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("fine_tune_type=dora", "fine_tune_type: dora isn't supported (DoRA is not implemented)"),
-        ("fine_tune_type=full", "only LoRA weights are trained here"),
+        (
+            "fine_tune_type=full",
+            "fine_tune_type: full isn't supported (only adapters are trained here); use lora or dora",
+        ),
         ("train=false", "train: false leaves nothing to do"),
         ("train=3", "train must be a mapping of keys (or true"),
         ("config=x", "config: a recipe doesn't name another one"),

@@ -35,7 +35,8 @@ from segtrain.engine.ragged import up
 from segtrain.engine.segments import HIDDEN, Bounds, Segment, grouped, layer_cuts, split
 from segtrain.engine.traces import Traces
 from segtrain.lora.flat import FlatArrays
-from segtrain.lora.layers import Lora, Slot, swapped
+from segtrain.lora.layers import Lora, swapped
+from segtrain.lora.modules import Slot
 
 Carry: TypeAlias = dict[str, mx.array]
 Products: TypeAlias = dict[Segment, list[mx.array]]
@@ -473,7 +474,7 @@ class FullBackward:
             casts = views(lora.cast(params, lora.dtype))
             value, (of_masters, of_casts) = mx.value_and_grad(total, argnums=(0, 1))(views(params), casts)
             grads = lora.cast_back(of_casts)
-            if lora.casts.missed:  # some modules work in another dtype, and made their own casts
+            if lora.casts.missed:  # some masters were used: by modules that work in another dtype, or as they are
                 grads = grads + lora.flat_layout.join(of_masters)
             return value, grads
 

@@ -38,7 +38,7 @@ def mlx_config(
     `segtrain` entry, which mlx-lm ignores, holds what a conversion to PEFT needs.
     """
     return {
-        "fine_tune_type": "lora",
+        "fine_tune_type": lora.kind,
         "model": model,
         "num_layers": layers_total - lowest,
         "lora_parameters": {"rank": rank, "scale": scale, "dropout": dropout, "keys": sorted(keys)},
@@ -80,8 +80,8 @@ def read(source: Path, model: str | None = None) -> Adapter:
         params = read_tensors(weights)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"the adapter in {directory} can't be read: {error}") from error
-    if not isinstance(config, dict) or config.get("fine_tune_type", "lora") != "lora":
-        raise UserError(f"{directory / CONFIG} isn't of a LoRA adapter; only LoRA is converted")
+    if not isinstance(config, dict) or config.get("fine_tune_type", "lora") not in ("lora", "dora"):
+        raise UserError(f"{directory / CONFIG} isn't of a LoRA or DoRA adapter; only those are read")
     lora = config.get("lora_parameters")
     if not isinstance(lora, dict) or not {"rank", "scale"} <= lora.keys():
         raise UserError(f"{directory / CONFIG} has no lora_parameters with rank and scale")

@@ -15,13 +15,13 @@ from segtrain.recipe.schema import LoraRecipe
 
 Shapes = dict[str, tuple[int, ...]]
 KEY = "lora.init_from"
-_NAME = re.compile(r".*?layers\.(?P<layer>\d+)\.(?P<path>.+)\.lora_[ab]")
+_NAME = re.compile(r".*?layers\.(?P<layer>\d+)\.(?P<path>.+)\.(lora_[ab]|m)")
 
 
 def begin(lora: Lora, recipe: LoraRecipe, model: str) -> None:
     """Give `lora` the values of `recipe.init_from`, in float32, if it names an adapter.
 
-    Raises UserError where that adapter can't be read, or has another rank, scale, target, layer or shape.
+    Raises UserError where that adapter can't be read, or has another kind, rank, scale, target, layer or shape.
     """
     if recipe.init_from is None:
         return
@@ -30,6 +30,7 @@ def begin(lora: Lora, recipe: LoraRecipe, model: str) -> None:
     except UserError as error:
         raise UserError(f"{KEY}: {error}") from error
     where = f"{KEY}: the adapter in {recipe.init_from}"
+    _check_kind(where, found.config.get("fine_tune_type", "lora"), recipe.kind)
     _check_strength(where, found.config["lora_parameters"], lora)
     wanted = _shapes(lora.values())
     _check_places(where, _shapes(found.params), wanted)
@@ -40,6 +41,11 @@ def begin(lora: Lora, recipe: LoraRecipe, model: str) -> None:
 
 def _shapes(values: Mapping[str, mx.array]) -> Shapes:
     return {name: tuple(value.shape) for name, value in values.items()}
+
+
+def _check_kind(where: str, theirs: str, ours: str) -> None:
+    if theirs != ours:
+        raise UserError(f"{where} is of kind {theirs}, the recipe's of kind {ours}; write lora.kind: {theirs}")
 
 
 def _check_strength(where: str, parameters: Mapping[str, Any], lora: Lora) -> None:

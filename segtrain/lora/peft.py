@@ -1,9 +1,10 @@
-"""LoRA adapters in PEFT's files, from and to mlx-lm's names and layouts.
+"""LoRA and DoRA adapters in PEFT's files, from and to mlx-lm's names and layouts.
 
 | | mlx-lm | PEFT |
 |---|---|---|
 | linear, A | `<path>.lora_a` [in, r] | `base_model.model.<path>.lora_A.weight` [r, in] |
 | linear, B | `<path>.lora_b` [r, out] | `base_model.model.<path>.lora_B.weight` [out, r] |
+| linear, m | `<path>.m` [out] | `base_model.model.<path>.lora_magnitude_vector` [out] |
 | experts, A | `…switch_mlp.<name>.lora_a` [E, r, in] | E times `…experts.<e>.<name>.lora_A.weight` [r, in] |
 | experts, B | `…switch_mlp.<name>.lora_b` [E, out, r] | E times `…experts.<e>.<name>.lora_B.weight` [out, r] |
 | strength | `scale` | `lora_alpha` / r, or / sqrt(r) with `use_rslora` |
@@ -110,8 +111,12 @@ READ: dict[str, Family] = {
 }
 FAMILIES: dict[str, Family] = {**COMPARED, **READ}
 
-_MLX_NAME = re.compile(r"(?P<base>.+?layers)\.(?P<layer>\d+)\.(?P<path>.+)\.lora_(?P<side>[ab])")
-_PEFT_NAME = re.compile(r"(?P<base>.+?layers)\.(?P<layer>\d+)\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
+_PARAMETERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
+_MLX = {theirs: ours for ours, theirs in _PARAMETERS.items()}
+_MLX_NAME = re.compile(rf"(?P<base>.+?layers)\.(?P<layer>\d+)\.(?P<path>.+)\.(?P<key>{'|'.join(_PARAMETERS)})")
+_PEFT_NAME = re.compile(
+    rf"(?P<base>.+?layers)\.(?P<layer>\d+)\.(?P<path>.+)\.(?P<key>{'|'.join(map(re.escape, _MLX))})"
+)
 _EXPERT = re.compile(r"(?P<outer>.+)\.experts\.(?P<number>\d+)\.(?P<leaf>[^.]+)")
 
 
@@ -127,23 +132,23 @@ def to_peft(params: Arrays, config: Mapping[str, Any]) -> tuple[Arrays, dict[str
             raise UserError(
                 f"{name}: PEFT export of {model_type} covers {family.mlx}.<n> only; leave it out of lora.targets"
             )
-        base, path, side = f"{ROOT}{family.hf}.{match['layer']}", match["path"], match["side"].upper()
+        base, path, key = f"{ROOT}{family.hf}.{match['layer']}", match["path"], _PARAMETERS[match["key"]]
         for hf_path, matrix in _peft_matrices(path, params[name], family, model_type):
-            weights[f"{base}.{hf_path}.lora_{side}.weight"] = mx.contiguous(matrix)
+            weights[f"{base}.{hf_path}.{key}"] = mx.contiguous(matrix)
             modules.setdefault(hf_path, set()).add(int(match["layer"]))
     mx.eval(weights)
     return weights, _peft_config(config, model, family, modules), _notices(model, model_type)
 
 
 def _peft_matrices(path: str, value: mx.array, family: Family, model_type: str) -> Iterable[tuple[str, mx.array]]:
-    """(Hugging Face path within the layer, matrix) for one mlx-lm array: one pair, or one per expert."""
+    """(Hugging Face path within the layer, array) for one mlx-lm array: one pair, or one per expert."""
     if path in family.routers:
         raise UserError(
             f"{path}: it is no linear layer in Hugging Face's {model_type}, so PEFT can't express LoRA on it; leave it "
             "out of lora.targets, or use the mlx format"
         )
     outer, _, leaf = path.rpartition(f".{STACKED}.")
-    if value.ndim == 2:
+    if value.ndim <= 2:
         if leaf.rpartition(".")[2] in family.experts:  # PEFT tells modules by their last name where experts are fused
             raise UserError(
                 f"{path}: PEFT can't tell it from the experts of {model_type}; leave it out of lora.targets"
@@ -171,6 +176,7 @@ def _peft_config(
         "r": rank,
         "lora_alpha": round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-9) else alpha,
         "use_rslora": rslora,
+        "use_dora": config.get("fine_tune_type") == "dora",
         "lora_dropout": float(lora.get("dropout", 0.0)),
         **_targets(family, modules, int(own.get("layers_total", 0))),
         "bias": "none",
@@ -216,7 +222,7 @@ def import_peft(directory: Path, model: str | None = None) -> tuple[Arrays, dict
     """A PEFT directory as (parameters by mlx-lm name in float32, mlx-lm's adapter configuration).
 
     `model`: the base model, where the one that the adapter names isn't on this machine. Raises UserError for a pickle
-    and for every option of PEFT that plain LoRA on linear layers doesn't have.
+    and for every option of PEFT that LoRA and DoRA on linear layers don't have.
     """
     config, weights = _read(directory)
     model = model or str(config.get("base_model_name_or_path") or "")
@@ -225,21 +231,36 @@ def import_peft(directory: Path, model: str | None = None) -> tuple[Arrays, dict
     experts: dict[str, dict[int, mx.array]] = {}
     for name, value in sorted(weights.items()):
         match = _PEFT_NAME.fullmatch(name.removeprefix(ROOT))
-        if match is None or match["base"] != family.hf or value.ndim != 2:
+        if match is None or match["base"] != family.hf or not _has_place(match, value, config):
             raise UserError(f"{directory / WEIGHTS}: {name} has no place in mlx-lm's {model_type}")
-        base, path, side = f"{family.mlx}.{match['layer']}", match["path"], match["side"].lower()
+        base, path, key = f"{family.mlx}.{match['layer']}", match["path"], _MLX[match["key"]]
         value = value.astype(mx.float32)
         expert = _EXPERT.fullmatch(path)
         if expert is None:
             ours = {hf: mlx for mlx, hf in family.renamed.items()}.get(path, path)
-            params[f"{base}.{ours}.lora_{side}"] = mx.contiguous(value.T)
+            params[f"{base}.{ours}.{key}"] = mx.contiguous(value.T)
         else:
             leaf = _stacked_leaf(expert["leaf"], family, model_type, name)
-            stacked = f"{base}.{expert['outer']}.{STACKED}.{leaf}.lora_{side}"
+            stacked = f"{base}.{expert['outer']}.{STACKED}.{leaf}.{key}"
             experts.setdefault(stacked, {})[int(expert["number"])] = value
     params |= {name: _stack(name, values) for name, values in experts.items()}
+    _check_magnitudes(directory / WEIGHTS, config, params)
     mx.eval(params)
     return params, _imported_config(config, model, model_type, family, params)
+
+
+def _check_magnitudes(path: Path, config: Mapping[str, Any], params: Arrays) -> None:
+    """Raise UserError where an adapter of DoRA leaves a module's magnitudes out: loaded, it would begin with others."""
+    bare = [name for name in params if name.endswith(".lora_a") and f"{name.removesuffix('lora_a')}m" not in params]
+    if config.get("use_dora") and bare:
+        raise UserError(f"{path}: use_dora, and no magnitudes beside {min(bare)}; save the adapter again with PEFT")
+
+
+def _has_place(match: re.Match[str], value: mx.array, config: Mapping[str, Any]) -> bool:
+    """Whether an array of PEFT's is one that mlx-lm has: matrices, and DoRA's magnitudes of linear layers."""
+    if _MLX[match["key"]] != "m":
+        return value.ndim == 2
+    return value.ndim == 1 and bool(config.get("use_dora")) and not _EXPERT.fullmatch(match["path"])
 
 
 def _stacked_leaf(leaf: str, family: Family, model_type: str, name: str) -> str:
@@ -261,19 +282,14 @@ def _imported_config(
     rank, rslora = int(config["r"]), bool(config.get("use_rslora"))
     matches = [match for name in params if (match := _MLX_NAME.fullmatch(name))]
     for name, value in params.items():
-        own = (
-            value.shape[-2 if value.ndim == 3 else -1]
-            if name.endswith("lora_a")
-            else value.shape[-1 if value.ndim == 3 else -2]
-        )
-        if own != rank:
+        if value.ndim > 1 and (own := _rank(name, value)) != rank:
             raise UserError(
                 f"{name} has rank {own} and the adapter's r is {rank}; mlx-lm knows one rank for all modules"
             )
     total = _layers_total(model_config(model) or {})
     lowest = min(int(match["layer"]) for match in matches)
     return {
-        "fine_tune_type": "lora",
+        "fine_tune_type": "dora" if config.get("use_dora") else "lora",
         "model": model,
         "num_layers": total - lowest if total else -1,  # -1: all of them
         "lora_parameters": {
@@ -286,11 +302,15 @@ def _imported_config(
     }
 
 
-# options of PEFT's LoRA -> the values that leave it plain LoRA on linear layers
+def _rank(name: str, value: mx.array) -> int:
+    """Of an mlx-lm array: A [in, r] or [E, r, in], B [r, out] or [E, out, r]."""
+    return int(value.shape[-1 if name.endswith("lora_a") == (value.ndim == 2) else -2])
+
+
+# options of PEFT's LoRA -> the values that leave it LoRA or DoRA on linear layers
 _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "use_dora": (False, None),
     "use_qalora": (False, None),
     "lora_bias": (False, None),
     "fan_in_fan_out": (False, None),

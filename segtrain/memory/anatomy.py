@@ -21,6 +21,7 @@ from segtrain.engine.layouts import Stream
 from segtrain.engine.segments import HIDDEN
 from segtrain.errors import UserError
 from segtrain.lora import layers as lora_layers
+from segtrain.lora.frozen import dense_shape
 from segtrain.lora.layers import EXPERTS, Lora, swapped
 from segtrain.memory.doors import Seen, doors
 from segtrain.memory.graph import Graph, trace, trace_vjp
@@ -314,7 +315,7 @@ def _graph_of(module: nn.Module, like: mx.array, rows: int) -> Graph:
 
 
 def _linear(path: str, module: nn.Module, chosen: int, tokenwise: bool) -> Linear:
-    *outer, outputs, inputs = lora_layers.dense_shape(module)
+    *outer, outputs, inputs = dense_shape(module)
     name = path.removesuffix(".linear").rsplit(".", 1)[-1]
     return Linear(name, inputs, outputs, outer[0] if outer else 0, chosen, tokenwise, "scales" in module)
 

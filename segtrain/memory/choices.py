@@ -65,7 +65,7 @@ def adapter(recipe: "Recipe | None", layers: int) -> dict[str, Any]:
         return {"rank": 8, "scale": 2.0}
     lora = recipe.lora
     found = {"rank": lora.rank, "scale": lora.effective_scale, "targets": lora.targets, "dropout": lora.dropout}
-    return {**found, "layers": lora.layer_range(layers)}
+    return {**found, "kind": lora.kind, "layers": lora.layer_range(layers)}
 
 
 def remedies(chooser: Chooser) -> list[str]:

@@ -10,17 +10,18 @@ import mlx.nn as nn
 import psutil
 
 from segtrain.event import Memory
+from segtrain.lora.modules import trains
 
 GIB = 2**30
 _process = psutil.Process()
 
 
 def frozen_bytes(model: nn.Module) -> int:
-    """Of all arrays that a model holds but the LoRA parameters; each counts once, however many places hold it."""
+    """Of all arrays that a model holds but the adapter's parameters; each counts once, however many places hold it."""
     found = {}
     for _, module in model.named_modules():
         for key, value in module.items():
-            if isinstance(value, mx.array) and key not in ("lora_a", "lora_b"):
+            if isinstance(value, mx.array) and not trains(module, key):
                 found[id(value)] = value.nbytes
     return sum(found.values())
 

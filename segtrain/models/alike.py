@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
-from segtrain.lora.layers import TRAINABLE
+from segtrain.lora.modules import trains
 
 Place: TypeAlias = tuple[nn.Module, str]
 LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index")
@@ -26,7 +26,7 @@ def places(layers: Sequence[nn.Module]) -> list[Place]:
         for layer in layers
         for _, module in layer.named_modules()
         for key, value in module.items()
-        if isinstance(value, mx.array) and key not in TRAINABLE
+        if isinstance(value, mx.array) and not trains(module, key)
     ]
 
 
@@ -53,7 +53,7 @@ def as_function(module: nn.Module, original: Callable) -> tuple[Callable[..., mx
 
     All other arrays are fixed as they are now: the function may be called when others are in place.
     """
-    slots = [(m, key) for _, m in module.named_modules() for key in m if key in TRAINABLE]
+    slots = [(m, key) for _, m in module.named_modules() for key in m if trains(m, key)]
     frozen = places([module])
     weights = [m[key] for m, key in frozen]
 

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from segtrain.engine.segments import cuts
+from segtrain.lora.frozen import dense_weight
 from segtrain.models.capture import intercept
 
 SLICE_BYTES = 128 << 20  # of a dense copy
@@ -86,23 +87,3 @@ def _in_slices(module: nn.Module, x: mx.array) -> mx.array:
 
     result: Any = product(x)
     return result
-
-
-def dense_weight(
-    module: nn.Module, dtype: mx.Dtype, lo: int = 0, hi: int | None = None, *, after: Sequence[mx.array] = ()
-) -> mx.array:
-    """[hi - lo, in] weights of a quantised linear layer or embedding, computed once `after` is."""
-    names = [name for name in ("weight", "scales", "biases") if module.get(name) is not None]
-    packed: list[mx.array] = [module[name][lo:hi] for name in names]
-    if after:
-        packed = list(mx.depends(packed, list(after)))
-    weight, scales, *biases = packed
-    dense: mx.array = mx.dequantize(
-        weight,
-        scales,
-        biases[0] if biases else None,
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
-    )
-    return dense.astype(dtype)

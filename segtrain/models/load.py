@@ -6,6 +6,7 @@ safetensors only and no code that comes with a model runs, unless `trust_remote_
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ class Loaded:
     def vocabulary(self) -> int:
         """Rows of the token embedding: every token id must be below it."""
         return embedding_rows(self.model)
+
+    def held(self, lo: int, hi: int) -> AbstractContextManager[None]:
+        """Around reading the weights of layers lo..hi-1."""
+        return self.weights.held(lo, hi) if self.weights else nullcontext()
 
 
 def never(path: Path) -> bool:

@@ -6,6 +6,7 @@ attention and activations run again, each linear layer's output is looked up, an
 time for a byte than holding all of a layer's activations: y [T, out] takes 2 T out bytes and 2 T in out operations.
 
 The last product of a range is not wanted by its backward pass where it ends in a residual sum, and is not remembered.
+DoRA's magnitudes are differentiated by what they multiply: there the frozen layer's product is remembered.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from segtrain.lora.layers import LoRALinear
+from segtrain.lora.modules import LoRALinear
 from segtrain.models.alike import as_function
 from segtrain.models.capture import intercept
 
@@ -30,7 +31,7 @@ def linear_modules(layers: Sequence[nn.Module], without: Sequence[nn.Module] = (
         for _, module in layer.named_modules():
             if type(module) in LINEAR and id(module) not in inner:
                 found.append(module)
-            inner |= {id(m) for _, m in module.named_modules()} if isinstance(module, LoRALinear) else set()
+            inner |= {id(m) for _, m in module.named_modules()} if type(module) is LoRALinear else set()
     return found
 
 

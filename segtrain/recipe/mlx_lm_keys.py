@@ -311,11 +311,11 @@ class _Reader:
         value = self.given[key]
         if key == "training_mode" and value not in ("normal", None):
             self.result.asked_loss = str(value)
-        if key == "fine_tune_type" and value not in ("lora", None):
-            reason = {"dora": "DoRA is not implemented", "full": "only LoRA weights are trained here"}
-            self.result.problems.append(
-                f"{key}: {value} isn't supported ({reason.get(str(value), 'unknown')}); use lora"
-            )
+        if key == "fine_tune_type" and value == "dora":
+            self.result.put("lora.kind", value, key)
+        elif key == "fine_tune_type" and value not in ("lora", None):
+            reason = {"full": "only adapters are trained here"}.get(str(value), "unknown")
+            self.result.problems.append(f"{key}: {value} isn't supported ({reason}); use lora or dora")
 
     def train(self, key: str) -> None:
         if self.given[key] is False:

@@ -153,6 +153,7 @@ class DataRecipe(Section):
 class LoraRecipe(Section):
     """Which layers get LoRA and how strong it is. Without `alpha` and `scale`, alpha is 16."""
 
+    kind: Literal["lora", "dora"] = "lora"
     rank: int = Field(default=8, ge=1)
     alpha: float | None = Field(default=None, gt=0)
     scale: float | None = Field(default=None, gt=0)

@@ -10,7 +10,7 @@ from segtrain.engine import layouts, objectives
 from segtrain.engine.backward import Backward
 from segtrain.engine.layouts import Layout
 from segtrain.lora import layers as lora_module
-from segtrain.memory import machine
+from segtrain.memory import choices, machine
 from segtrain.memory.choose import Chooser
 from segtrain.memory.meter import GIB, Meter
 from segtrain.memory.plan import Plan
@@ -74,11 +74,7 @@ def _plan(recommended: dict[str, Any]) -> Plan:
 
 
 def _backward(loaded: Loaded, recipe: Recipe | None, plan: Plan, meter: Meter, *, preference: bool) -> Backward:
-    options: dict[str, Any] = {"rank": 8, "scale": 2.0}
-    if recipe:
-        options = {"rank": recipe.lora.rank, "scale": recipe.lora.effective_scale, "targets": recipe.lora.targets}
-        options |= {"dropout": recipe.lora.dropout, "layers": recipe.lora.layer_range(len(loaded.model.layers))}
-    lora = lora_module.attach(loaded.model, **options)
+    lora = lora_module.attach(loaded.model, **choices.adapter(recipe, len(loaded.model.layers)), holding=loaded.held)
     stack = LayerStack(loaded.model, loaded.weights)
     return make_backward(plan, stack, lora, objectives.for_rows(pairs=preference), meter)
 

@@ -16,6 +16,8 @@ from segtrain.engine.traces import Traces
 from segtrain.errors import UserError
 from segtrain.lora import initial
 from segtrain.lora.layers import Lora, attach
+from segtrain.lora.modules import LoRAModule
+from segtrain.memory import choices
 from segtrain.memory.plan import Plan
 from segtrain.models.experts import check_experts
 from segtrain.models.load import Loaded
@@ -143,18 +145,9 @@ def open_session(recipe: Recipe, objective: Objective, loaded: Loaded) -> Sessio
     """
     check_experts(loaded.model, recipe.model)
     found = ready(loaded)
-    lo_hi = recipe.lora.layer_range(len(loaded.model.layers))
-    targets: str | Sequence[str] = recipe.lora.targets
+    options = choices.adapter(recipe, len(loaded.model.layers))
     try:
-        lora = attach(
-            loaded.model,
-            rank=recipe.lora.rank,
-            scale=recipe.lora.effective_scale,
-            dropout=recipe.lora.dropout,
-            targets=targets,
-            layers=lo_hi,
-            seed=recipe.train.seed,
-        )
+        lora = attach(loaded.model, **options, seed=recipe.train.seed, holding=loaded.held)
         stack = LayerStack(loaded.model, loaded.weights)
     except (UnsupportedModel, ValueError) as error:
         raise UserError(str(error)) from error
@@ -172,7 +165,7 @@ def parameter_counts(session: Session) -> tuple[int, int]:
     total = trainable
     for _, module in session.loaded.model.named_modules():
         for key, value in module.items():
-            if isinstance(value, mx.array) and key not in ("lora_a", "lora_b", "scales", "biases"):
+            if isinstance(value, mx.array) and key not in ("scales", "biases") and not isinstance(module, LoRAModule):
                 packed = key == "weight" and "scales" in module
                 total += value.size * 32 // module.bits if packed else value.size
     return trainable, total
