@@ -46,6 +46,8 @@ lint: setup
 build: setup
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m pip install --quiet -e ".[release]"
+	$(BIN)/python -m twine check --strict dist/*
 
 # The newest releases that pyproject.toml allows, for every Python and system at once.
 lock:

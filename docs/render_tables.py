@@ -53,8 +53,9 @@ def read(*paths: Path) -> Lines:
     return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
-    marks = ["---", *["---:"] * (len(head) - 1)]
+def markdown(head: list[str], rows: Iterable[list[str]], words: int = 1) -> str:
+    """A table; all columns but the first `words` hold numbers."""
+    marks = [*["---"] * words, *["---:"] * (len(head) - words)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, marks, *rows])
 
 
@@ -126,6 +127,75 @@ def floor_table() -> str | None:
         for number, line in enumerate(shown(jobs[job]))
     ]
     return markdown(["one step, one H200", "tokens", "seconds", "GiB above the model", "GiB in all"], rows)
+
+
+CASES = {
+    "8b-4bit": "Llama 8B, 4-bit, a row of 8,192 tokens",
+    "8b": "Llama 8B, bfloat16, a row of 8,192 tokens",
+    "short-8": "Llama 8B, bfloat16, 8 rows of 40 to 300 tokens",
+    "short-32": "the same, 32 rows",
+    "short-8-4bit": "Llama 8B, 4-bit, 8 rows of 40 to 300 tokens",
+    "512-8": "Llama 8B, bfloat16, 8 rows of 512 tokens",
+    "8b-streamed": "Llama 8B, bfloat16, weights read from disk",
+    "8b-streamed-8": "the same, 8 rows an update",
+    "8b-4bit-streamed": "Llama 8B, 4-bit, weights read from disk, a row of 32,768 tokens",
+    "orpo-shared": "Llama 8B, ORPO, a pair of 8,192 tokens in all",
+    "orpo-pair": "the same, the prompt computed twice",
+    "gemma3": "12 layers of Gemma 3's shape, 8,192 tokens",
+    "moe": "6 layers of a Qwen3 mixture of experts, 4,096 tokens",
+    "gpt-oss": "6 layers of gpt-oss, 4,096 tokens",
+    "delta-2048": "8 layers of Qwen3.5's shape, 2,048 tokens",
+    "delta": "8 layers of Qwen3.5's shape, 8,192 tokens",
+    "delta-lean": "the same",
+    "delta-32768": "the same, 32,768 tokens",
+}
+"""Cases of `as_a_user.py` in the order of the table."""
+FIRST = ("8b-4bit",)
+FIGURES = ("seconds an update", "tokens a second", "GiB in all")
+
+
+def runs_of(names: Iterable[str]) -> Iterable[dict[str, Any]]:
+    """The newest line of each command and setting of these cases, mlx-lm's first."""
+    newest = {
+        (line["case"], line["system"], line["setting"]): line
+        for line in read(RESULTS / "as_a_user.jsonl")
+        if "case" in line
+    }
+    for name in names:
+        yield from sorted((line for key, line in newest.items() if key[0] == name), key=lambda line: line["system"])
+
+
+def typed(line: dict[str, Any]) -> str:
+    """The command of a run, without its files."""
+    if line["system"] == "mlx-lm":
+        checkpoint = " --grad-checkpoint" if "--grad-checkpoint" in line["command"] else ""
+        return f"`mlx_lm.lora --batch-size {line['setting'].removeprefix('batch ')}{checkpoint}`"
+    command = re.sub(r" \S*recipe\.yaml", "", line["command"])
+    return f"`{command}`"
+
+
+def figures(line: dict[str, Any]) -> list[str]:
+    if "seconds" not in line:
+        return [line["ended"][:40], "", ""]
+    seconds = f"{line['seconds']:.2f}"
+    return [seconds, f"{line['tokens_per_second']:,}", f"{line['peak_gib']:.1f}"]
+
+
+def user_table() -> str:
+    """The README's: what both commands take for the first case."""
+    rows = [[typed(line), *figures(line)] for line in runs_of(FIRST)]
+    return markdown([f"{CASES[FIRST[0]]}, one H200", *FIGURES], rows)
+
+
+def users_table() -> str:
+    """All cases of both commands, with what the plan had said."""
+    rows = []
+    for line in runs_of(CASES):
+        predicted = line.get("plan", {}).get("peak_gib")
+        first = line.get("first_seconds")
+        more = [f"{predicted:.1f}" if predicted else "", f"{first:.0f}" if first else ""]
+        rows.append([CASES[line["case"]], typed(line), *figures(line), *more])
+    return markdown(["an update", "command", *FIGURES, "predicted", "seconds of the first update"], rows, 2)
 
 
 def contexts_table() -> str | None:
@@ -229,6 +299,8 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "cpu": cpu_table,
     "rows": rows_table,
     "prefix": prefix_table,
+    "user": user_table,
+    "users": users_table,
     "floor": floor_table,
     "contexts": contexts_table,
     "gpus": gpus_table,

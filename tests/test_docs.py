@@ -1,5 +1,6 @@
 """What the documentation says exists: links, commands and their options, files, keys, counts, tables, pictures."""
 
+import json
 import re
 import runpy
 import shlex
@@ -230,3 +231,55 @@ def test_citation_names_the_licence_file() -> None:
     assert citation["cff-version"] == "1.2.0"
     assert {"title", "message", "authors", "type", "license", "version"} <= citation.keys()
     assert (ROOT / "LICENSE").is_file()
+
+
+@pytest.mark.parametrize("name", ["first_run", "check", "plan_segments"])
+def test_terminal_pictures_are_drawn_from_their_recordings(name: str) -> None:
+    pictures = runpy.run_path(str(ROOT / "docs/render_pictures.py"))
+    text = (ROOT / f"docs/recordings/{name}.txt").read_text(encoding="utf-8")
+    assert text.startswith(f"$ {pictures['RECORDINGS'][name][0]}\n")
+    picture = (ROOT / f"docs/{name}.svg").read_text(encoding="utf-8")
+    assert pictures["drawn"](name, text) == picture
+    assert "url(http" not in picture  # a viewer fetches nothing
+
+
+def test_run_picture_is_drawn_from_its_recording() -> None:
+    draw = runpy.run_path(str(ROOT / "docs/draw_run.py"))
+    run = json.loads((ROOT / "docs/recordings/run.json").read_text(encoding="utf-8"))
+    assert draw["picture"](run) == (ROOT / "docs/run.svg").read_text(encoding="utf-8")
+
+
+def test_pictures_are_small() -> None:
+    pictures = [path for kind in ("svg", "png") for path in (ROOT / "docs").glob(f"*.{kind}")]
+    assert {"first_run.svg", "plan_segments.svg", "segmented_backward.svg"} <= {path.name for path in pictures}
+    assert all(path.stat().st_size < 250_000 for path in pictures)
+
+
+GUIDES = ("data", "how-it-works", "memory", "preferences", "troubleshooting")
+
+
+def unlinked_keys(text: str, where: str) -> set[str]:
+    """Recipe keys that the page names without a link to where they are explained."""
+    running = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    named = {key for key in re.findall(r"`(\w+\.\w+)(?:: [^`]*)?`", running) if key in recipe_keys()}
+    linked = re.findall(r"\[`(\w+\.\w+)[^`]*`\]\(" + where + r"recipe\.md#(\w+)\)", running)
+    return named - {key for key, section in linked if key.split(".")[0] == section}
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_keys_are_linked_to_their_explanation(page: str) -> None:
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    assert unlinked_keys(text, "") == set()
+    assert re.search(r"recipe\.md#", text)
+
+
+def test_an_unlinked_key_is_seen() -> None:
+    text = "[`lora.rank`](recipe.md#train) `train.seed: 1` `no.key` [`data.test`](recipe.md#data) `data.test`"
+    assert unlinked_keys(text, "") == {"lora.rank", "train.seed"}
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} == set(
+        re.findall(r"\]\(([\w-]+\.md)\)", index)
+    )

@@ -13,6 +13,7 @@ import yaml
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
+import segtrain
 from segtrain.models.support import MLX_LM
 from segtrain.recipe.schema import OutputRecipe
 
@@ -123,3 +124,35 @@ def test_the_workflow_calls_targets_that_exist_on_every_python() -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert called == {"lint", "test", "doctor", "quickstart"}
     assert called <= targets
+
+
+def test_the_version_stands_in_one_place() -> None:
+    """In the package; hatch reads it there, and the citation says the same."""
+    assert "version" not in PROJECT
+    assert "version" in PROJECT["dynamic"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == segtrain.__version__
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## (Unreleased|{re.escape(segtrain.__version__)}\b)", changelog, re.MULTILINE)
+
+
+def test_what_is_shipped_names_its_licence() -> None:
+    shipped = {"examples/data": ["WordNet.txt"], "examples/demo-model": ["WordNet.txt", "Python.txt", "KingJamesBible"]}
+    for folder, notices in shipped.items():
+        text = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+        assert all(notice in text for notice in notices), folder
+    assert (ROOT / "LICENSE").read_text(encoding="utf-8").lstrip().startswith("Apache License")
+    assert PROJECT["license"] == "Apache-2.0"
+
+
+def test_packages_are_checked_where_they_are_built() -> None:
+    assert "twine check --strict dist/*" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "make build" in (ROOT / ".ci/run").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["fault", "mac"])
+def test_issue_templates_ask_for_the_doctors_output(name: str) -> None:
+    text = (ROOT / f".github/ISSUE_TEMPLATE/{name}.md").read_text(encoding="utf-8")
+    head = yaml.safe_load(text.split("---")[1])
+    assert head.keys() == {"name", "about"}
+    assert "`segtrain doctor`" in text

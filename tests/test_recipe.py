@@ -395,8 +395,21 @@ def test_mlx_lm_schedules(tmp_path: Path, schedule: str, expected: tuple[Any, ..
 def test_mlx_lm_optimizer_options(tmp_path: Path) -> None:
     options = "optimizer_config: {adam: {}, adamw: {betas: [0.9, 0.98], weight_decay: 0.05}, sgd: {momentum: 0.9}}\n"
     recipe = load(tmp_path, MLX_LM + options)
-    assert (recipe.train.weight_decay, recipe.train.optimizer_config) == (0.05, {"betas": [0.9, 0.98]})
+    expected = {"betas": [0.9, 0.98], "bias_correction": False}
+    assert (recipe.train.weight_decay, recipe.train.optimizer_config) == (0.05, expected)
     assert any("optimizer_config.sgd has no effect" in notice for notice in recipe.notices)
+
+
+def test_mlx_lm_recipes_have_mlx_lms_adam(tmp_path: Path) -> None:
+    """`mlx.optimizers.Adam` corrects no bias unless told to, and mlx-lm passes it the recipe's options alone."""
+    bare = "model: m\ndata: d\niters: 10\n"
+    optimizers = pytest.importorskip("mlx.optimizers")
+    assert not optimizers.Adam(1.0).bias_correction
+    assert load(tmp_path, bare).train.optimizer_config == {"bias_correction": False}
+    asked = bare + "optimizer_config: {adam: {bias_correction: true}}\n"
+    assert load(tmp_path, asked).train.optimizer_config == {"bias_correction": True}
+    assert load(tmp_path, bare + "optimizer: sgd\n").train.optimizer_config == {}
+    assert load(tmp_path, MINIMAL + "iters: 7\n").train.optimizer_config == {}  # a recipe of segtrain
 
 
 def test_mlx_lm_hub_data(tmp_path: Path) -> None:

@@ -106,12 +106,25 @@ def translate(values: Mapping[str, Any], typed: frozenset[str] = frozenset()) ->
     result = Translation(native, typed=typed)
     if not given:
         return result
-    if not any(isinstance(native.get(section), dict) for section in SECTIONS):
+    theirs = not any(isinstance(native.get(section), dict) for section in SECTIONS)
+    if theirs:
         given = _with_defaults(given, result)
     reader = _Reader(given, result)
     for key in given:
         reader.handle(key)
+    if theirs:
+        _leave_moments(result)
     return result
+
+
+def _leave_moments(result: Translation) -> None:
+    """Their Adam doesn't correct the bias of its moments: its first updates are several times what the rate says."""
+    train = result.values.get("train")
+    if not isinstance(train, dict) or train.get("optimizer") not in ("adam", "adamw"):
+        return
+    options = train.get("optimizer_config") or {}
+    if isinstance(options, dict):
+        train["optimizer_config"] = {"bias_correction": False, **options}
 
 
 def _with_defaults(given: Values, result: Translation) -> Values:
@@ -127,8 +140,9 @@ def _with_defaults(given: Values, result: Translation) -> Values:
         result.imply("train.weight_decay", ADAMW_WEIGHT_DECAY)
     shown = ", ".join(f"{key} {_words(value)}" for key, value in missing.items())
     result.notices.append(
-        "read as an mlx-lm recipe: no clipping, rows over max_seq_length truncated, a constant learning rate unless "
-        f"lr_schedule says otherwise{'; its defaults where the file is silent: ' + shown if shown else ''}"
+        "read as an mlx-lm recipe: no clipping, rows over max_seq_length truncated, Adam without bias correction, a "
+        "constant learning rate unless lr_schedule says otherwise"
+        f"{'; its defaults where the file is silent: ' + shown if shown else ''}"
     )
     return {**given, **missing}
 

@@ -124,7 +124,7 @@ def _notes(options: Sequence[Mapping[str, Any]], width: int) -> list[str]:
         texts.append("peak: the estimate, corrected by what earlier runs of this model measured here")
     if set(_differing(options)) - {"keep"}:
         texts.append("edges kept, MLP rows: chosen by auto, nothing to type; fewer need less memory and more time")
-    return [line for text in texts for line in wrapped("", [text], width)]
+    return [line for text in texts for line in paragraph("  ", text, width)]
 
 
 def _verdict(preview: Any, budget: float | None, width: int) -> list[Text | str]:

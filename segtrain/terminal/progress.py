@@ -347,7 +347,8 @@ def _ended(event: RunEnded, run: _Run, width: int) -> list[Text]:
         before = "" if run.before is None else f" ({run.before.loss:.4f} before training)"
         pieces.append(f"best eval loss {run.best.loss:.4f} at step {run.best.step}{before}")
     done = event.reason == "done"
-    lines = wrapped(event.reason, [*pieces, *listed(event.summary)], width)
+    more = {key: v for key, v in event.summary.items() if run.best is None or not key.startswith("best_")}
+    lines = wrapped(event.reason, [*pieces, *listed(more)], width)
     if event.step:
         lines += wrapped("adapter", [clean(event.adapter)], width)
         lines += _next_commands(run.model, event.adapter.parent) if done else []
