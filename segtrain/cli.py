@@ -41,10 +41,13 @@ class Loss(StrEnum):
 TRAINING = tuple(Loss)
 
 
-class AdapterFormat(StrEnum):
+class ExportFormat(StrEnum):
     peft = "peft"
     mlx = "mlx"
     merged = "merged"
+    gguf = "gguf"
+    gguf_model = "gguf-model"
+    ollama = "ollama"
 
 
 class Quantisation(StrEnum):
@@ -306,12 +309,14 @@ def verify_grads(recipe: RecipeFile = None, set_: Set = None, debug: Debug = Fal
 def export(
     run: RunDir,
     format_: Annotated[
-        AdapterFormat,
+        ExportFormat,
         typer.Option(
-            "--format", help="peft: for transformers; mlx: for mlx_lm; merged: base and adapter as one model directory."
+            "--format",
+            help="peft: for transformers; mlx: for mlx_lm; merged: base and adapter as one model directory; gguf: for "
+            "llama.cpp; gguf-model: merged, by llama.cpp's converter; ollama: a Modelfile and what it names.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The directory to write.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="What to write: a directory, or a GGUF file.", show_default=False)],
     model: Annotated[
         str | None, typer.Option("--model", help="The base model, where the adapter's own name for it leads nowhere.")
     ] = None,
@@ -319,35 +324,54 @@ def export(
         Quantisation | None,
         typer.Option("--quantize", help="A merged model's weights; base: as the base model's. Else they are dense."),
     ] = None,
+    converter: Annotated[
+        Path | None, typer.Option("--converter", help="Of gguf-model: llama.cpp's convert_hf_to_gguf.py.")
+    ] = None,
+    from_: Annotated[
+        str | None, typer.Option("--from", help="Of ollama: the base model in Ollama, or as a GGUF file.")
+    ] = None,
     debug: Debug = False,
 ) -> int:
     """Write a run's adapter, or its model, for other programs.
 
     RUN may also be a checkpoint, or an adapter directory of mlx-lm or PEFT.
     """
-    if quantize and format_ is not AdapterFormat.merged:
-        raise UserError("--quantize is for --format merged: an adapter isn't quantised")
-    for notice in _export(run, out, format_, model, quantize):
+    _require_format(format_, ExportFormat.merged, "--quantize", quantize)
+    _require_format(format_, ExportFormat.gguf_model, "--converter", converter)
+    _require_format(format_, ExportFormat.ollama, "--from", from_)
+    kind = int(quantize) if quantize and quantize.isdigit() else quantize and quantize.value
+    only = {"quantize": kind, "converter": converter, "from_": from_}
+    for notice in _export(run, out, format_, model, {name: value for name, value in only.items() if value}):
         typer.echo(notice, err=True)
     typer.echo(f"wrote {out}")
     return DONE
 
 
-def _export(
-    run: Path, out: Path, format_: AdapterFormat, model: str | None, quantize: Quantisation | None
-) -> list[str]:
-    if format_ is not AdapterFormat.merged:
+def _require_format(format_: ExportFormat, wanted: ExportFormat, option: str, value: object) -> None:
+    if value is not None and format_ is not wanted:
+        raise UserError(f"{option} is for --format {wanted}, not {format_}; leave it out")
+
+
+def _export(run: Path, out: Path, format_: ExportFormat, model: str | None, only: dict[str, Any]) -> list[str]:
+    """Write it; what to say. `only`: options of one format."""
+    if format_ in (ExportFormat.peft, ExportFormat.mlx):
         from segtrain.lora.adapters import export as write
 
-        return write(run, out, "peft" if format_ is AdapterFormat.peft else "mlx", model)
+        return write(run, out, "peft" if format_ is ExportFormat.peft else "mlx", model)
     recipe = _recipe_of(run)
     from segtrain.run.environment import prepare
 
     prepare(os.environ, longest=recipe.data.max_seq_length if recipe else 0, exact=True)
-    from segtrain.run.merging import export_merged
+    from segtrain.run import elsewhere, merging
 
-    kind = int(quantize) if quantize and quantize.isdigit() else quantize and quantize.value
-    return export_merged(run, out, recipe=recipe, model=model, quantize=kind)
+    if format_ is ExportFormat.gguf:
+        return elsewhere.export_gguf(run, out, model=model)
+    writers: dict[ExportFormat, Callable[..., list[str]]] = {
+        ExportFormat.merged: merging.export_merged,
+        ExportFormat.gguf_model: elsewhere.export_gguf_model,
+        ExportFormat.ollama: elsewhere.export_ollama,
+    }
+    return writers[format_](run, out, recipe=recipe, model=model, **only)
 
 
 def _recipe_of(run: Path, changes: Sequence[str] = ()) -> "Recipe | None":

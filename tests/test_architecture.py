@@ -38,7 +38,7 @@ ROOMS: dict[str, Room] = {
     "attention": Room(MLX, {"errors"}),
     "recurrence": Room(MLX, {"errors"}),
     "models": Room(MLX_LM | HUB, {"attention", "engine", "errors", "hub", "lora", "recurrence"}),
-    "lora": Room(MLX_LM | HUB, {"errors", "recipe", "storage"}),
+    "lora": Room(MLX_LM | HUB | {"gguf", "numpy"}, {"errors", "recipe", "storage"}),
     "memory": Room(
         MLX_LM | HUB | {"psutil"},
         {"attention", "engine", "errors", "event", "hub", "lora", "models", "recipe", "recurrence"},

@@ -210,7 +210,10 @@ def test_debug_shows_the_traceback(
         ("sft r.yaml other.yaml", "unexpected extra argument"),
         ("frobnicate", "No such command 'frobnicate'"),
         ("export run --out d", "Missing option '--format'"),
-        ("export run --out d --format onnx", "'onnx' is not one of 'peft', 'mlx', 'merged'"),
+        (
+            "export run --out d --format onnx",
+            "'onnx' is not one of 'peft', 'mlx', 'merged', 'gguf', 'gguf-model', 'ollama'",
+        ),
         ("export", "Missing argument 'RUN'"),
         ("report nowhere", "is no run directory"),
         ("init --loss kto", "'kto' is not one of 'sft', 'orpo', 'simpo', 'cpo', 'dpo'"),

@@ -327,7 +327,7 @@ def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("--format merged --out {0}/model", "--out {0}/model: there is a directory of that name"),
         ("--format merged --out {0}/file/x", "{0}/file is a file; give another --out"),
         ("--format peft --out {0}/file", "--out {0}/file: there is a file of that name; give the name of a directory"),
-        ("--format mlx --quantize 4 --out {0}/x", "--quantize is for --format merged"),
+        ("--format mlx --quantize 4 --out {0}/x", "--quantize is for --format merged, not mlx; leave it out"),
         ("--format merged --model {0}/none --out {0}/x", "model: there is no directory {0}/none"),
     ],
 )

@@ -70,7 +70,7 @@ def test_the_lock_names_no_host_and_every_pin_has_a_hash() -> None:
 
 PARTS = {"huggingface_hub": "huggingface-hub", "mlx_lm": "mlx-lm", "yaml": "pyyaml", "pydantic_core": "pydantic"}
 """Imported name -> the package that brings it, where the names differ."""
-EXTRAS = {"plotly", "wandb", "tensorboardx", "trackio"}
+EXTRAS = {"plotly", "wandb", "tensorboardx", "trackio", "gguf"}
 """Packages that only an extra of the project asks for."""
 
 
@@ -91,7 +91,7 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
     assert imported - EXTRAS == {Requirement(text).name.lower() for text in PROJECT["dependencies"]}
     extras = [
         text
-        for name in ("report", "wandb", "tensorboard", "trackio")
+        for name in ("report", "wandb", "tensorboard", "trackio", "gguf")
         for text in PROJECT["optional-dependencies"][name]
     ]
     assert {Requirement(text).name.lower() for text in extras} == EXTRAS

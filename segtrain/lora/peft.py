@@ -113,7 +113,7 @@ FAMILIES: dict[str, Family] = {**COMPARED, **READ}
 
 _PARAMETERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
 _MLX = {theirs: ours for ours, theirs in _PARAMETERS.items()}
-_MLX_NAME = re.compile(rf"(?P<base>.+?layers)\.(?P<layer>\d+)\.(?P<path>.+)\.(?P<key>{'|'.join(_PARAMETERS)})")
+MLX_NAME = re.compile(rf"(?P<base>.+?layers)\.(?P<layer>\d+)\.(?P<path>.+)\.(?P<key>{'|'.join(_PARAMETERS)})")
 _PEFT_NAME = re.compile(
     rf"(?P<base>.+?layers)\.(?P<layer>\d+)\.(?P<path>.+)\.(?P<key>{'|'.join(map(re.escape, _MLX))})"
 )
@@ -127,7 +127,7 @@ def to_peft(params: Arrays, config: Mapping[str, Any]) -> tuple[Arrays, dict[str
     weights: Arrays = {}
     modules: dict[str, set[int]] = {}  # Hugging Face path within a layer -> its layers
     for name in sorted(params):
-        match = _MLX_NAME.fullmatch(name)
+        match = MLX_NAME.fullmatch(name)
         if match is None or match["base"] != family.mlx:
             raise UserError(
                 f"{name}: PEFT export of {model_type} covers {family.mlx}.<n> only; leave it out of lora.targets"
@@ -280,7 +280,7 @@ def _imported_config(
     config: Mapping[str, Any], model: str, model_type: str, family: Family, params: Arrays
 ) -> dict[str, Any]:
     rank, rslora = int(config["r"]), bool(config.get("use_rslora"))
-    matches = [match for name in params if (match := _MLX_NAME.fullmatch(name))]
+    matches = [match for name in params if (match := MLX_NAME.fullmatch(name))]
     for name, value in params.items():
         if value.ndim > 1 and (own := _rank(name, value)) != rank:
             raise UserError(
@@ -355,16 +355,21 @@ def _check_plain(path: Path, config: Any) -> None:
         raise UserError(f"{path}: r {rank!r} and lora_alpha {alpha!r} must be a whole number from 1 and a number")
 
 
-def _family(config: Mapping[str, Any], model: str) -> tuple[str, Family]:
-    """The model type and its names. Raises UserError where either isn't known."""
-    own = config.get("segtrain", {}).get("model_type")
-    model_type = own or (model_config(model) or {}).get("model_type")
+def type_of(config: Mapping[str, Any], model: str) -> str:
+    """The type of an adapter's base model. Raises UserError where it isn't known."""
+    model_type = config.get("segtrain", {}).get("model_type") or (model_config(model) or {}).get("model_type")
     if not model_type:
         raise UserError(f"the base model {model!r} isn't on this machine, so its type is unknown; give --model")
+    return str(model_type)
+
+
+def _family(config: Mapping[str, Any], model: str) -> tuple[str, Family]:
+    """The model type and its names. Raises UserError where either isn't known."""
+    model_type = type_of(config, model)
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UserError(f"module names of {model_type} aren't mapped between mlx-lm and PEFT; mapped are {known}")
-    return str(model_type), FAMILIES[model_type]
+    return model_type, FAMILIES[model_type]
 
 
 def model_config(model: str) -> dict[str, Any] | None:

@@ -26,10 +26,29 @@ def fresh(place: Path, option: str) -> Iterator[Path]:
     refuse_existing(place, option)
     with _hidden(place, wait=False) as hidden:
         if hidden is None:
-            raise UserError(f"{option} {place} is being written by another process; give another {option}, or wait")
+            raise _taken(place, option)
         yield hidden
         refuse_existing(place, option)
         _settle(hidden, place)
+
+
+@contextmanager
+def beside(place: Path, option: str) -> Iterator[Path]:
+    """An empty hidden directory beside `place`, for what `place` is made of; removed at the end. Raises as `fresh`."""
+    refuse_existing(place, option)
+    with _hidden(place, wait=False) as hidden:
+        if hidden is None:
+            raise _taken(place, option)
+        yield hidden
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def put(made: Path, place: Path, option: str) -> None:
+    """Move a file that was made `beside` its place there, flushed. Raises UserError where one is there, OSError."""
+    _flush(made)
+    refuse_existing(place, option)
+    os.rename(made, place)
+    sync_directory(place.parent)
 
 
 @contextmanager
@@ -122,6 +141,10 @@ def _flush(path: Path) -> None:
         sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _taken(place: Path, option: str) -> UserError:
+    return UserError(f"{option} {place} is being written by another process; give another {option}, or wait")
 
 
 def _failed(place: Path, error: OSError) -> RunFailed:
