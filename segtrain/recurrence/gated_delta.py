@@ -13,15 +13,17 @@ triangular system:
     Y = (D(t, -) q_t)' S + P U,             P(t, s) = q_t D(t, s) k_s        for s <= t
     S <- D(last, -) S + (D(last, t) k_t)' U
 
-Everything but the last line and the two products with S is done for all chunks of a group at once (`_chain` is what
-has to go chunk by chunk). Yang et al. 2024, "Parallelizing linear transformers with the delta rule over sequence
+What has to go chunk by chunk is S alone, S <- D(last, -) S + (D(last, t) k_t)' (U0 - W S) with U = U0 - W S: one
+product a chunk, once (D(last, t) k_t)' W and (D(last, t) k_t)' U0 are known (`_chain`). Everything else is done for
+all chunks of a group at once. Yang et al. 2024, "Parallelizing linear transformers with the delta rule over sequence
 length", and the Kimi Linear report describe the scheme.
 
 Products of decays are exponentials of sums of logarithms. Sums run over the very tokens between s and t: as a
 difference of two sums from the chunk's start they would cancel where a decay is near 0, and as a quotient of two
 exponentials they would overflow.
 
-Shapes: B batch, T tokens, K key heads, R value heads for each key head, N chunks, C tokens a chunk, Dk, Dv.
+Shapes: N chunks, B batch, K key heads, R value heads for each key head, C tokens a chunk, Dk, Dv; T tokens. Chunks come
+first, so that what belongs to one lies together.
 """
 
 from collections.abc import Mapping
@@ -32,7 +34,7 @@ import mlx.core as mx
 
 from segtrain.recurrence.grouped import scan
 from segtrain.recurrence.sizes import Sizes, backend_name, group_tokens, on_device
-from segtrain.recurrence.triangular import unit_lower_inverse
+from segtrain.recurrence.triangular import triangle, unit_lower_inverse
 
 SIZES = {
     "cpu": Sizes(chunk=16, group_bytes=1 << 18),
@@ -129,19 +131,21 @@ def _group(
     since, until = _decays(logs)
     kk, qk = _per_channel(k, q, logs) if logs.shape[-1] > 1 else _per_head(k, q, logs)
     X = unit_lower_inverse(beta * kk) * beta.swapaxes(-1, -2)
-    chained: Any = _chain(X @ v, X @ (since * k), until * k, since[..., -1, :, None], S)
-    U, before, S = chained
-    y = (since * q) @ before + qk @ U
-    y = y.transpose(0, 3, 4, 1, 2, 5).reshape(B, -1, heads, Dv)[:, :T]
+    U0, W, kt = X @ v, X @ (since * k), (until * k).swapaxes(-1, -2)
+    chained: Any = _chain(kt @ W, kt @ U0, since[..., -1, :, None], S)
+    before, S = chained
+    y = (since * q) @ before + qk @ (U0 - W @ before)
+    y = y.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, heads, Dv)[:, :T]
     return y.astype(dtype), S.swapaxes(-1, -2).reshape(state.shape)
 
 
 def _in_chunks(x: mx.array, size: int, K: int) -> mx.array:
-    """[B, T, H, D] or [B, T, H] as [B, K, H / K, N, C, D or 1] in float32, filled up with zeros."""
+    """[B, T, H, D] or [B, T, H] as [N, B, K, H / K, C, D or 1] in float32, filled up with zeros."""
     B, T, heads = x.shape[:3]
-    x = mx.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * (x.ndim - 2))
+    if T % size:
+        x = mx.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * (x.ndim - 2))
     x = x.reshape(B, -1, size, K, heads // K, x.shape[3] if x.ndim == 4 else 1)
-    return x.transpose(0, 3, 4, 1, 2, 5).astype(mx.float32)
+    return x.transpose(1, 0, 3, 4, 2, 5).astype(mx.float32)
 
 
 def _decays(logs: mx.array) -> tuple[mx.array, mx.array]:
@@ -152,10 +156,9 @@ def _decays(logs: mx.array) -> tuple[mx.array, mx.array]:
 
 def _per_head(k: mx.array, q: mx.array, logs: mx.array) -> tuple[mx.array, mx.array]:
     """k_t D(t, s) k_s for s < t and q_t D(t, s) k_s for s <= t, zeros elsewhere: [..., C, C], one decay a head."""
-    i = mx.arange(k.shape[-2])
-    strict = i[:, None] > i[None]
+    strict, lower = (triangle(k.shape[-2], diagonal) for diagonal in (-1, 0))
     sums = mx.cumsum(mx.where(strict, logs, 0), axis=-2)
-    decay = mx.where(i[:, None] >= i[None], mx.exp(sums), 0)
+    decay = mx.where(lower, mx.exp(sums), 0)
     kt = k.swapaxes(-1, -2)
     return mx.where(strict, decay * (k @ kt), 0), decay * (q @ kt)
 
@@ -193,34 +196,31 @@ def _joined(first: mx.array, across: mx.array, second: mx.array) -> mx.array:
 
 
 @mx.custom_function
-def _chain(U0: mx.array, W: mx.array, k: mx.array, decay: mx.array, S: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """What has to go chunk by chunk: U_n = U0_n - W_n S_n, S_{n+1} = decay_n S_n + k_n' U_n.
+def _chain(P: mx.array, Z: mx.array, decay: mx.array, S: mx.array) -> tuple[mx.array, mx.array]:
+    """The states before each chunk [N, ..., Dk, Dv] and after the last, by S_{n+1} = decay_n S_n - P_n S_n + Z_n.
 
-    U0 [..., N, C, Dv], W and k [..., N, C, Dk], decay [..., N, Dk or 1, 1], S [..., Dk, Dv]. Returns all U, the state
-    before each chunk [..., N, Dk, Dv], and the state after the last.
+    P [N, ..., Dk, Dk], Z [N, ..., Dk, Dv], decay [N, ..., Dk or 1, 1], S [..., Dk, Dv]. The decay isn't put into P: a
+    product may round its factors to TF32, and of what a state keeps for many chunks nothing is to be lost.
     """
-    writes, states = [], []
-    for n in range(U0.shape[-3]):
-        states.append(S)
-        writes.append(U0[..., n, :, :] - W[..., n, :, :] @ S)
-        S = decay[..., n, :, :] * S + k[..., n, :, :].swapaxes(-1, -2) @ writes[-1]
-    return mx.stack(writes, axis=-3), mx.stack(states, axis=-3), S
+    states = [S]
+    for p, z, d in zip(P, Z, decay, strict=True):
+        states.append(mx.addmm(d * states[-1] + z, p, states[-1], alpha=-1.0))
+    return mx.stack(states[:-1]), states[-1]
 
 
 @_chain.vjp
 def _chain_vjp(
     primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
 ) -> tuple[mx.array, ...]:
-    _, W, k, decay, _ = primals
-    dU_own, dS_own, dS = cotangents
-    U, S, _ = outputs
-    after, writes = [], []  # cotangents of the state after each chunk, and of U; last chunk first
-    for n in reversed(range(U.shape[-3])):
+    P, _, decay, _ = primals
+    own, dS = cotangents
+    before, _ = outputs
+    after = []  # cotangents of the state after each chunk, last chunk first
+    for p, d, more in reversed(list(zip(P, decay, own, strict=True))):
         after.append(dS)
-        writes.append(dU_own[..., n, :, :] + k[..., n, :, :] @ dS)
-        dS = decay[..., n, :, :] * dS + dS_own[..., n, :, :] - W[..., n, :, :].swapaxes(-1, -2) @ writes[-1]
-    dU, d_after = (mx.stack(parts[::-1], axis=-3) for parts in (writes, after))
-    d_decay: Any = (S * d_after).sum(axis=-1, keepdims=True)
+        dS = mx.addmm(d * dS + more, p.swapaxes(-1, -2), dS, alpha=-1.0)
+    dZ = mx.stack(after[::-1])
+    d_decay: Any = (before * dZ).sum(axis=-1, keepdims=True)
     if decay.shape[-2] == 1:
         d_decay = d_decay.sum(axis=-2, keepdims=True)
-    return dU, -dU @ S.swapaxes(-1, -2), U @ d_after.swapaxes(-1, -2), d_decay, dS
+    return -(dZ @ before.swapaxes(-1, -2)), dZ, d_decay, dS

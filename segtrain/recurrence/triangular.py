@@ -1,8 +1,23 @@
 """Inverse of a unit lower triangular matrix in plain operations."""
 
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+
+
+@lru_cache(maxsize=64)
+def triangle(size: int, diagonal: int = 0) -> mx.array:
+    """[size, size] of booleans, true up to the `diagonal`-th diagonal (0 the main one, -1 that below)."""
+    return mx.array(np.tri(size, k=diagonal, dtype=bool))
+
+
+@lru_cache(maxsize=64)
+def _between(size: int, block: int) -> mx.array:
+    """[size, size] of booleans, true where a row of a pair's second block meets a column of its first."""
+    row, column = np.arange(size)[:, None], np.arange(size)[None]
+    return mx.array((row // (2 * block) == column // (2 * block)) & (row // block > column // block))
 
 
 def unit_lower_inverse(a: mx.array) -> mx.array:
@@ -19,12 +34,10 @@ def unit_lower_inverse(a: mx.array) -> mx.array:
 @mx.custom_function
 def _inverse(a: mx.array) -> mx.array:
     size = a.shape[-1]
-    row, column = mx.arange(size)[:, None], mx.arange(size)[None]
-    inverse, block = mx.broadcast_to(mx.eye(size, dtype=a.dtype), a.shape), 1
+    inverse, block = mx.eye(size, dtype=a.dtype) - mx.where(_between(size, 1), a, 0), 2
     while block < size:
-        between = (row // (2 * block) == column // (2 * block)) & (row // block > column // block)
-        below = mx.where(between, a, 0)
-        inverse = inverse - (below if block == 1 else inverse @ below @ inverse)
+        below = mx.where(_between(size, block), a, 0)
+        inverse = inverse - inverse @ below @ inverse
         block *= 2
     return inverse
 
