@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import segtrain
 from segtrain.engine.backward import FullBackward
 from segtrain.engine.layouts import CHOSEN, REJECTED, pair, shared_prefix
-from segtrain.engine.objectives import OBJECTIVES, REWARDS, Objective, Scores, cpo, dpo, simpo, value_and_grad
+from segtrain.engine.objectives import OBJECTIVES, REWARDS, Objective, Scores, cpo, dpo, orpo, simpo, value_and_grad
 from segtrain.models.stack import LayerStack
 
 Sums = dict[str, float]
@@ -256,11 +256,19 @@ def test_a_losss_name_stands_in_its_function_its_command_and_its_section_only() 
     assert found == {"cli.py", "engine/objectives.py", "recipe/schema.py", "recipe/scaffold.py"}
 
 
-def test_full_backward_takes_dpo_where_others_are_compiled():
-    """On a GPU short rows take full backward, compiled; mlx's compiler can't with a reference."""
+@pytest.mark.parametrize(
+    "objective",
+    [simpo(), cpo(label_smoothing=0.1), dpo(), dpo(loss="ipo"), dpo(loss="hinge"), orpo(), orpo(sft_scope="response")],
+    ids=lambda found: found.name,
+)
+@pytest.mark.parametrize("together", [shared_prefix, pair])
+def test_full_backward_of_every_loss_compiled(objective: Objective, together: Callable):
+    """On a GPU short rows take full backward, compiled; mlx's compiler can't where a loss computes a thing twice."""
     model = tiny_configs.build("llama")
     lora, stack = tiny.attach(model), LayerStack(model)
-    layout = pair(tiny.tokens(6, 0), tiny.tokens(4, 1), tiny.tokens(9, 2), score_prompt=False)
-    plain = FullBackward(stack, lora, dpo()).step(layout)
-    asked = FullBackward(stack, lora, dpo(), compiled=True).step(layout)
+    row = (tiny.tokens(6, 0), tiny.tokens(4, 1), tiny.tokens(9, 2))
+    layout = together(*row, score_prompt=objective.scores_prompt)
+    plain = FullBackward(stack, lora, objective).step(layout)
+    asked = FullBackward(stack, lora, objective, compiled=True).step(layout)
     assert tiny.relative(plain.grads, asked.grads) < 1e-6
+    assert asked.loss.total.item() == pytest.approx(plain.loss.total.item(), rel=1e-6)

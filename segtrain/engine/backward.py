@@ -429,8 +429,7 @@ class FullBackward:
         traces: Traces | None = None,
     ):
         self.stack, self.lora, self.objective, self.meter = stack, lora, objective, meter
-        # Dropout: as in `SegmentedBackward`. With DPO's reference mlx's compiler raises IndexError on the whole pass.
-        self.compiled = compiled and not lora.dropout and not objective.needs_reference
+        self.compiled = compiled and not lora.dropout  # as in `SegmentedBackward`
         self.traces = Traces() if traces is None else traces
 
     def step(self, layout: Layout) -> Step:

@@ -113,17 +113,21 @@ def orpo(beta: float = 0.1, sft_scope: Literal["full", "response"] = "full") -> 
 REWARDS = ("accuracy", "chosen_logp", "rejected_logp", "rewards_chosen", "rewards_margins", "rewards_rejected")
 
 
-def _rewarded(loss: mx.array, scores: Scores, chosen: mx.array, rejected: mx.array) -> LossValue:
-    """A pair's loss, with the rewards of its responses among the metrics."""
+def _rewarded(loss: Callable[[mx.array], mx.array], scores: Scores, chosen: mx.array, rejected: mx.array) -> LossValue:
+    """A pair's loss by its margin, with the rewards of its responses among the metrics.
+
+    The margin is computed once: mlx's compiler raises IndexError where a result is computed a second time elsewhere.
+    """
+    margin = chosen - rejected
     metrics = {
         "accuracy": (chosen > rejected).astype(mx.float32),
         "chosen_logp": scores.sums[CHOSEN] / scores.counts[CHOSEN],
         "rejected_logp": scores.sums[REJECTED] / scores.counts[REJECTED],
         "rewards_chosen": chosen,
-        "rewards_margins": chosen - rejected,
+        "rewards_margins": margin,
         "rewards_rejected": rejected,
     }
-    return LossValue(loss, 1.0, metrics)
+    return LossValue(loss(margin), 1.0, metrics)
 
 
 def softplus(x: mx.array) -> mx.array:
@@ -144,7 +148,7 @@ def simpo(beta: float = 2.0, gamma: float = 0.5) -> Objective:
 
     def loss(scores: Scores) -> LossValue:
         chosen, rejected = (beta * scores.sums[name] / scores.counts[name] for name in (CHOSEN, REJECTED))
-        return _rewarded(softplus(gamma - (chosen - rejected)), scores, chosen, rejected)
+        return _rewarded(lambda margin: softplus(gamma - margin), scores, chosen, rejected)
 
     return Objective("simpo", loss, REWARDS, pairs=True)
 
@@ -159,7 +163,7 @@ def cpo(beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0) -> 
     def loss(scores: Scores) -> LossValue:
         chosen, rejected = beta * scores.sums[CHOSEN], beta * scores.sums[REJECTED]
         nll = -scores.sums[CHOSEN] / scores.counts[CHOSEN]
-        value = _rewarded(smoothed(chosen - rejected, label_smoothing) + alpha * nll, scores, chosen, rejected)
+        value = _rewarded(lambda margin: smoothed(margin, label_smoothing) + alpha * nll, scores, chosen, rejected)
         return replace(value, metrics=value.metrics | {"nll": nll})
 
     return Objective("cpo", loss, ("nll", *REWARDS), pairs=True)
@@ -183,10 +187,13 @@ def dpo(
         if loss == "ipo":
             ratios = (ratio / scores.counts[name] for name, ratio in zip((CHOSEN, REJECTED), ratios, strict=True))
         chosen, rejected = (beta * ratio for ratio in ratios)
-        margin = chosen - rejected
-        forms = {"sigmoid": smoothed(margin, label_smoothing), "hinge": mx.maximum(1 - margin, 0.0)}
-        total = forms[loss] if loss in forms else mx.square(margin / beta - 1 / (2 * beta))
-        return _rewarded(total, scores, chosen, rejected)
+        return _rewarded(forms[loss], scores, chosen, rejected)
+
+    forms: dict[str, Callable[[mx.array], mx.array]] = {
+        "sigmoid": lambda margin: smoothed(margin, label_smoothing),
+        "hinge": lambda margin: mx.maximum(1 - margin, 0.0),
+        "ipo": lambda margin: mx.square(margin / beta - 1 / (2 * beta)),
+    }
 
     kept = reference == "cached"
     return Objective("dpo", compared, REWARDS, pairs=True, needs_reference=True, keeps_reference=kept)
