@@ -109,7 +109,7 @@ def photograph() -> None:
     """The report of the demo run, one layer a segment so that each phase shows."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        run = "segtrain sft configs/demo.yaml --set engine.segment_size=1 --set output.dir=" + str(home / "demo")
+        run = f"segtrain sft configs/demo.yaml --set engine.backward=segmented --set output.dir={home / 'demo'}"
         for command in (run, f"segtrain report {home / 'demo'}"):
             _output(command, ROOT)
         for scheme, name in (("1", "light"), ("0", "dark")):
