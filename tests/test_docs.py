@@ -175,6 +175,14 @@ def test_every_mlx_lm_key_is_in_the_guide() -> None:
     assert shown - inner <= KEYS | {"data"}
 
 
+def test_readme_is_short_and_begins_with_one_sentence() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 220
+    first = text.split("\n\n")[1]
+    assert first.startswith("segtrain ")
+    assert first.count(". ") == 0
+
+
 def test_readme_counts_models() -> None:
     rows = table()
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())

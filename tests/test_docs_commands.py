@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md"]
 TRAINING = set(cli.TRAINING)
 LONG = {"bench", "doctor"}  # minutes; see test_bench.py and test_doctor.py
+ELSEWHERE = "--converter"  # needs a program of llama.cpp's
 SLOW = TRAINING | {"verify-grads"}
 ONE_UPDATE = ("train.steps=1", "train.warmup_ratio=null", "train.warmup_steps=0", "train.grad_accumulation_steps=1")
 SHORT = (*ONE_UPDATE, "eval.rows=1", "eval.prompts=[]", "output.save_every=0", "output.eval_every=0")
@@ -104,7 +105,11 @@ def marked(line: str) -> object:
     return pytest.param(line, marks=pytest.mark.slow) if slow else line
 
 
-@pytest.mark.parametrize("line", [marked(line) for line in COMMANDS if line.split()[1] not in LONG])
+@pytest.mark.parametrize(
+    "line", [marked(line) for line in COMMANDS if line.split()[1] not in LONG and ELSEWHERE not in line]
+)
 def test_it_runs(line: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "--format gguf" in line or "--format ollama" in line:
+        pytest.importorskip("gguf")
     monkeypatch.chdir(tmp_path if line.startswith("segtrain init") else home)
     assert cli.run(words(line)) == 0

@@ -241,11 +241,19 @@ def test_long_runs_stay_small(run):
 
 def test_thinning_and_smoothing_against_naive_sums():
     assert thinned([1.0, 3.0, None, 5.0, None, None, 7.0], 4, fmean) == [2.0, 5.0, None, 7.0]
-    values = [4.0, None, 1.0, 2.0]
+    values = [4.0, None, 1.0, 2.0] * 25
     weights = [0.9**i for i in range(3)]  # newest first
     naive = (2.0 * weights[0] + 1.0 * weights[1] + 4.0 * weights[2]) / sum(weights)
     assert smoothed(values)[1] is None
     assert smoothed(values)[3] == pytest.approx(naive)
+
+
+def test_a_short_curve_is_smoothed_over_a_tenth_of_it():
+    """Of 20 values each counts half as much as the next one; of 10 or fewer nothing is smoothed."""
+    values = [float(number) for number in range(20)]
+    naive = sum(value * 0.5 ** (19 - value) for value in values) / sum(0.5**i for i in range(20))
+    assert smoothed(values)[-1] == pytest.approx(naive)
+    assert smoothed(values[:10]) == values[:10]
 
 
 def test_a_row_of_the_data_is_shown_with_what_is_learnt_marked(run):

@@ -5,7 +5,7 @@ Nothing here trusts the files: numbers that aren't numbers become None, strings 
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import yaml
 from segtrain.errors import UserError
 
 Record = dict[str, Any]
+
+PAST = 0.9  # weight of what came before in a smoothed curve
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,12 @@ def largest(records: Iterable[Record], key: str) -> float | None:
     return max((value for value in column(records, key) if value is not None), default=None)
 
 
-def smoothed(values: Iterable[float | None], past: float = 0.9) -> list[float | None]:
-    """Exponential average of a curve, without the pull towards its start at 0; gaps stay gaps."""
+def smoothed(values: Sequence[float | None]) -> list[float | None]:
+    """Exponential average of a curve, without the pull towards its start at 0; gaps stay gaps.
+
+    It looks back over ten values, and of a short curve over a tenth of it, so that it doesn't lag behind a short run.
+    """
+    past = min(PAST, max(0.0, 1 - 10 / max(1, len(values))))
     average = weight = 0.0
     result: list[float | None] = []
     for value in values:
