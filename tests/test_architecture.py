@@ -36,7 +36,7 @@ ROOMS: dict[str, Room] = {
     "data": Room({"datasets", "numpy", "pyarrow", "transformers"}, {"errors", "event", "hub", "recipe"}),
     "engine": Room(MLX, {"errors", "lora"}),
     "attention": Room(MLX, {"errors"}),
-    "recurrence": Room(MLX, {"errors"}),
+    "recurrence": Room(MLX | {"numpy"}, {"errors"}),
     "models": Room(MLX_LM | HUB, {"attention", "engine", "errors", "hub", "lora", "recurrence"}),
     "lora": Room(MLX_LM | HUB | {"gguf", "numpy"}, {"errors", "recipe", "storage"}),
     "memory": Room(
