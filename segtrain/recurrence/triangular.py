@@ -1,23 +1,27 @@
 """Inverse of a unit lower triangular matrix in plain operations."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 
 @lru_cache(maxsize=64)
 def triangle(size: int, diagonal: int = 0) -> mx.array:
     """[size, size] of booleans, true up to the `diagonal`-th diagonal (0 the main one, -1 that below)."""
-    return mx.array(np.tri(size, k=diagonal, dtype=bool))
+    return _constant(size, lambda row, column: column <= row + diagonal)
 
 
 @lru_cache(maxsize=64)
 def _between(size: int, block: int) -> mx.array:
     """[size, size] of booleans, true where a row of a pair's second block meets a column of its first."""
-    row, column = np.arange(size)[:, None], np.arange(size)[None]
-    return mx.array((row // (2 * block) == column // (2 * block)) & (row // block > column // block))
+    return _constant(size, lambda row, column: row // block == column // block + 1 and column // block % 2 == 0)
+
+
+def _constant(size: int, rule: Callable[[int, int], bool]) -> mx.array:
+    """From Python's numbers: what MLX computes in a graph being compiled would be computed in each run of it."""
+    return mx.array([[rule(row, column) for column in range(size)] for row in range(size)])
 
 
 def unit_lower_inverse(a: mx.array) -> mx.array:
