@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import mlx.core as mx
 import pytest
 import tiny
 
-from segtrain.engine import objectives
+from segtrain.engine import groups, objectives
 from segtrain.engine.backward import FullBackward, SegmentedBackward
 from segtrain.engine.layouts import Layout
 from segtrain.errors import RunFailed
@@ -21,6 +22,7 @@ from segtrain.memory.backends import BACKENDS
 from segtrain.memory.corrections import Corrections
 from segtrain.memory.meter import Meter
 from segtrain.memory.plan import Plan
+from segtrain.memory.shapes import Line
 from segtrain.models.load import Loaded
 from segtrain.models.stack import LayerStack
 from segtrain.recipe.schema import Recipe
@@ -365,3 +367,38 @@ def test_rows_that_were_only_evaluated_teach_nothing() -> None:
     told = list(mine.after_step(2, Peaks(1.0)))
     assert not told
     assert mine.corrections == Corrections()
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_rows_together_are_counted_as_they_run(ragged: bool) -> None:
+    """The planner's shape of a group against that of the group's layout."""
+    mine = planner()
+    mine.session = replace(mine.session, ragged=ragged)
+    joined = (groups.ragged if ragged else groups.together)([tiny.row(50) for _ in range(3)])
+    shape, planned = rows.of_layout(joined), mine._group(3, 50)
+    assert (shape.streams, shape.sequences) == (planned.streams, planned.sequences)
+    assert sum(shape.scored[0]) <= sum(planned.scored[0])
+
+
+def test_of_rows_together_each_sees_its_own_tokens_only() -> None:
+    """Attention's time grows with the square of a row's length, not of the group's."""
+    mine = planner()
+    timer, plan = mine.chooser.timer, Plan("full")
+    alone, apart = rows.sft(1025), rows.together(rows.sft(129), 8)
+    extents = alone.extents[0], apart.extents[0]
+    assert alone.tokens == apart.tokens
+    layer = mine.chooser.estimator.model.layers[0]
+    assert timer._attention(layer, extents[0]) == 8 * timer._attention(layer, extents[1])
+    assert timer.cost(apart, plan) < timer.cost(alone, plan)
+    line = Line(0.0, 0.0, 1.0)
+    assert line.at(1024, 128) == 1024 * 128
+
+
+def test_groups_shrink_to_what_the_budget_holds() -> None:
+    wide = planner(rows_together=8, backward="full")
+    need = [wide.chooser.least(planning._bucketed(wide._group(count, 200))) for count in (1, 2, 4, 8)]
+    assert need == sorted(set(need))
+    for budget, expected in ((need[3], [8]), (need[2], [4, 4]), (need[1], [2] * 4), (need[0], [1] * 8)):
+        mine = planner(rows_together=8, backward="full")
+        mine.budget = budget
+        assert mine.cut([200] * 8) == expected

@@ -45,7 +45,7 @@ TRAIN = {
     "step_seconds", "padding_tokens", "peak_gib", "active_gib", "cache_gib", "rss_gib",
 }  # fmt: skip
 ORPO = {"nll", "log_odds", "chosen_logp", "rejected_logp", "accuracy", "shared_tokens"}
-MEMORY = {"step", "phase", "stream", "seconds", "peak_gib", "active_gib", "cache_gib"}
+MEMORY = {"step", "phase", "stream", "tokens", "padding", "seconds", "peak_gib", "active_gib", "cache_gib"}
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +242,11 @@ def test_rows_together_learn_what_they_learn_alone(folder: Path, loss: str) -> N
         assert one.loss == pytest.approx(other.loss, rel=1e-5)
         assert one.metrics == pytest.approx(other.metrics, rel=1e-4, abs=1e-5)
     assert sum(step.padding_tokens for step in joint) > 0 == sum(step.padding_tokens for step in alone)
+    for name, steps in ((f"{loss}-1", alone), (f"{loss}-4", joint)):
+        lines = [line for line in tiny_run.lines(folder / name, "memory.jsonl") if line["step"] == 1]
+        assert max(line["padding"] for line in lines) <= steps[0].padding_tokens
+        assert any(line["padding"] for line in lines) == bool(steps[0].padding_tokens)
+        assert 0 < max(line["tokens"] for line in lines) <= steps[0].tokens
 
 
 def test_a_dry_run_writes_nothing(folder: Path) -> None:

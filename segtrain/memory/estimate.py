@@ -27,7 +27,7 @@ from segtrain.engine.segments import grouped, layer_cuts
 from segtrain.memory import fitted
 from segtrain.memory.backends import Backend
 from segtrain.memory.plan import Plan
-from segtrain.memory.rows import RowShape
+from segtrain.memory.rows import Extent, RowShape
 from segtrain.memory.shapes import Attention, Layer, Model, Pass
 
 HELD_LAYERS = 4  # command buffers in flight are few, however long a segment
@@ -107,45 +107,49 @@ class Estimator:
         layers = self.model.layers
         return rows * sum(2 * layer.carried + layer.constants for layer in layers)
 
-    def residuals(self, i: int, rows: int, mlp_rows: int | None = None, *, compiled: bool = False) -> float:
+    def residuals(self, i: int, extent: Extent, mlp_rows: int | None = None, *, compiled: bool = False) -> float:
         """Bytes that layer `i`'s backward needs from its forward, and the cotangent that comes in."""
-        return self._remembered("residuals", i, rows, mlp_rows, compiled)
+        return self._remembered("residuals", i, extent, mlp_rows, compiled)
 
-    def temporaries(self, i: int, rows: int, mlp_rows: int | None = None) -> float:
+    def temporaries(self, i: int, extent: Extent, mlp_rows: int | None = None) -> float:
         """Bytes that come and go in layer `i`'s backward."""
-        return self._remembered("temporaries", i, rows, mlp_rows, False)
+        return self._remembered("temporaries", i, extent, mlp_rows, False)
 
-    def _remembered(self, name: str, i: int, rows: int, mlp_rows: int | None, compiled: bool) -> float:
-        key = (name, self.model.kinds[i], rows, mlp_rows, compiled)
+    def _remembered(self, name: str, i: int, extent: Extent, mlp_rows: int | None, compiled: bool) -> float:
+        key = (name, self.model.kinds[i], extent, mlp_rows, compiled)
         if key not in self._known:
             layer = self.model.layers[i]
             if name == "residuals":
-                self._known[key] = self._residuals(layer, rows, mlp_rows, compiled)
+                self._known[key] = self._residuals(layer, extent, mlp_rows, compiled)
             else:
-                self._known[key] = self._temporaries(layer, rows, mlp_rows)
+                self._known[key] = self._temporaries(layer, extent, mlp_rows)
         return self._known[key]
 
-    def _residuals(self, layer: Layer, rows: int, mlp_rows: int | None, compiled: bool) -> float:
+    def _residuals(self, layer: Layer, extent: Extent, mlp_rows: int | None, compiled: bool) -> float:
+        rows, b = extent.tokens, self.model.dtype_bytes
         chunked = self._chunked(layer, rows, mlp_rows)
         passes = chunked[0] if chunked else layer.whole
         left = passes.fused if compiled and self.backend.fuses and not chunked else passes.residual
-        b = self.model.dtype_bytes
+        # What is taken apart into sequences is there as a stream too.
+        held = extent.slots + rows * extent.folded
         attention = sum(a.queries + a.outputs + (0 if layer.shares else a.keys) for a in layer.attention)
-        scans = sum(rows * (x.inputs + x.outputs) + x.states(rows) for x in layer.scans)
-        return left.at(rows) + rows * b * attention + scans
+        scans = sum(rows * (x.inputs + x.outputs) + extent.sequences * x.states(extent.length) for x in layer.scans)
+        return left.at(rows, extent.length) + held * b * attention + scans
 
-    def _temporaries(self, layer: Layer, rows: int, mlp_rows: int | None) -> float:
-        made = [layer.whole.made.at(rows)]
+    def _temporaries(self, layer: Layer, extent: Extent, mlp_rows: int | None) -> float:
+        rows, length = extent.tokens, extent.length
+        made = [layer.whole.made.at(rows, length)]
         if chunked := self._chunked(layer, rows, mlp_rows):
             rest, mlp = chunked
-            made = [rest.made.at(rows), mlp.residual.at(mlp_rows or rows) + mlp.made.at(mlp_rows or rows)]
-        made += [self._attention_temporaries(a, rows) for a in layer.attention]
-        made += [rows * (x.inputs + x.outputs) + x.held_at(rows) for x in layer.scans]
-        return self.backend.run_ahead * max(made) + sum(self._scratch(a, rows) for a in layer.attention)
+            chunk = mlp_rows or rows
+            made = [rest.made.at(rows, length), mlp.residual.at(chunk, length) + mlp.made.at(chunk, length)]
+        made += [self._attention_temporaries(a, extent) for a in layer.attention]
+        made += [rows * (x.inputs + x.outputs) + extent.sequences * x.held_at(length) for x in layer.scans]
+        return self.backend.run_ahead * max(made) + sum(self._scratch(a, length) for a in layer.attention)
 
-    def _scratch(self, a: Attention, rows: int) -> int:
+    def _scratch(self, a: Attention, length: int) -> int:
         """Bytes that the fused attention's backward holds for itself, whatever the row."""
-        return self.backend.scratch * a.heads * self.model.dtype_bytes if self._is_fused(a, rows) else 0
+        return self.backend.scratch * a.heads * self.model.dtype_bytes if self._is_fused(a, length) else 0
 
     def _chunked(self, layer: Layer, rows: int, mlp_rows: int | None) -> tuple[Pass, Pass] | None:
         """The layer without its MLP, and that: where it works in chunks, and that frees memory."""
@@ -153,20 +157,20 @@ class Estimator:
             return None
         return layer.rest, layer.mlp
 
-    def _attention_temporaries(self, a: Attention, rows: int) -> float:
+    def _attention_temporaries(self, a: Attention, extent: Extent) -> float:
         """Bytes of attention's own backward."""
-        b, out = self.model.dtype_bytes, a.outputs
-        if self._is_fused(a, rows):
-            return rows * b * (3 * a.queries + 2 * out + 2 * a.keys)
-        seen = rows if a.window is None else min(rows, a.window)
-        tiles = fitted.TILES * min(self.backend.tile_bytes, 4 * a.heads * rows * seen)
-        return rows * (4 * (2 * a.queries + out + 2 * a.keys) + b * (2 * a.queries + out)) + tiles
+        b, out, slots, length = self.model.dtype_bytes, a.outputs, extent.slots, extent.length
+        if self._is_fused(a, length):
+            return slots * b * (3 * a.queries + 2 * out + 2 * a.keys)
+        seen = length if a.window is None else min(length, a.window)
+        tiles = fitted.TILES * min(self.backend.tile_bytes, 4 * a.heads * slots * seen)
+        return slots * (4 * (2 * a.queries + out + 2 * a.keys) + b * (2 * a.queries + out)) + tiles
 
-    def _is_fused(self, a: Attention, rows: int) -> bool:
-        return self.backend.attention_kind(a, rows, self.model.dtype_bytes) != "blocks"
+    def _is_fused(self, a: Attention, length: int) -> bool:
+        return self.backend.attention_kind(a, length, self.model.dtype_bytes) != "blocks"
 
-    def _fused_attention(self, layer: Layer, rows: int) -> bool:
-        return bool(layer.attention) and all(self._is_fused(a, rows) for a in layer.attention)
+    def _fused_attention(self, layer: Layer, length: int) -> bool:
+        return bool(layer.attention) and all(self._is_fused(a, length) for a in layer.attention)
 
     def _dense(self, layers: Sequence[int], plan: Plan) -> float:
         """Bytes of dense copies of quantised weights."""
@@ -211,25 +215,26 @@ class Estimator:
         constants = sum(self.constants(rows) for rows in row.streams)
         boundaries = {"boundaries": sum(saved) + sum(edges) + constants, "kept": sum(kept)}
         unlike = {self._kinds(segment): segment for segment in starmap(range, frozen + trained)}
-        forward = max(self._forward(segment, max(row.streams), plan) for segment in unlike.values())
+        forward = max(self._forward(segment, max(row.extents), plan) for segment in unlike.values())
         weights = self._weights(frozen + trained, plan)
         yield "forward", {**boundaries, **weights, "layer": forward}
         yield "head", {**boundaries, **self._head(row, plan)}
         grads = 0.0
-        for number, rows in enumerate(row.streams):
+        for number, extent in enumerate(row.extents):
             others = {
                 "boundaries": sum(saved[number + 1 :]) + sum(edges[number:]) + constants,
                 "kept": sum(kept[number + 1 :]),
                 "adapter": grads,
                 **weights,
             }
-            yield from self._stream_backward(groups, rows, others, kept_from, plan)
+            yield from self._stream_backward(groups, extent, others, kept_from, plan)
             grads = float(sum(self.adapter))
 
     def _stream_backward(
-        self, groups: Sequence[Sequence[range]], rows: int, others: Mapping[str, float], kept_from: int, plan: Plan
+        self, groups: Sequence[Sequence[range]], extent: Extent, others: Mapping[str, float], kept_from: int, plan: Plan
     ) -> Iterator[tuple[str, dict[str, float]]]:
         """A stream's moments of backward, last segment first. `others`: bytes beside its own."""
+        rows = extent.tokens
         edge, made, whole = self.boundary(rows), 0.0, float(sum(self.adapter))
         products = [self._products(i, rows, plan) for i in range(kept_from, len(self.model.layers))]
         live: dict[tuple[tuple[int, ...], bool], float] = {}  # by the segment's kinds of layers
@@ -238,7 +243,7 @@ class Estimator:
                 segment = groups[number][place]
                 key = self._kinds(segment), segment.start >= kept_from
                 if key not in live:
-                    live[key] = self._live(segment, rows, plan, kept=key[1]) * self._at_once(plan)
+                    live[key] = self._live(segment, extent, plan, kept=key[1]) * self._at_once(plan)
                 # What a kept segment remembers is among its residuals.
                 kept = sum(products[: max(0, segment.start - kept_from)])
                 yield (
@@ -279,15 +284,17 @@ class Estimator:
         outputs = [x.outputs for x in layer.linears if not x.experts and not (chunked and x.tokenwise)]
         return float(rows * self.model.dtype_bytes * (sum(outputs) - sum(outputs[-1:]) / plan.segment_size))
 
-    def _live(self, segment: range, rows: int, plan: Plan, *, kept: bool = False) -> float:
+    def _live(self, segment: range, extent: Extent, plan: Plan, *, kept: bool = False) -> float:
         """Bytes of one segment's backward. Where the products are kept, none of forward's are in flight."""
-        held = sum(self.residuals(i, rows, plan.mlp_rows, compiled=plan.compiled) for i in segment)
-        made = max(self.temporaries(i, rows, plan.mlp_rows) for i in segment) * (
+        rows = extent.tokens
+        held = sum(self.residuals(i, extent, plan.mlp_rows, compiled=plan.compiled) for i in segment)
+        made = max(self.temporaries(i, extent, plan.mlp_rows) for i in segment) * (
             self.backend.fused if plan.compiled else 1.0
         )
         if kept:
             made *= min(1.0, fitted.KEPT_RUN_AHEAD / self.backend.run_ahead)
-        if plan.tight and not plan.compiled and all(self._fused_attention(self.model.layers[i], rows) for i in segment):
+        fused = all(self._fused_attention(self.model.layers[i], extent.length) for i in segment)
+        if plan.tight and not plan.compiled and fused:
             made *= fitted.TIGHT_UNCOMPILED
         return self.boundary(rows) + held + made + self._dense(segment, plan) + self._done_with(segment, rows, plan)
 
@@ -304,32 +311,31 @@ class Estimator:
         """Segments whose temporaries are live together."""
         return 2 if plan.lookahead == 2 and self.backend.overlaps else 1
 
-    def _forward(self, segment: range, rows: int, plan: Plan) -> float:
+    def _forward(self, segment: range, extent: Extent, plan: Plan) -> float:
         """Bytes of one segment's forward pass: what one layer makes."""
+        rows = extent.tokens
         chunk = None if plan.mlp_rows is None else FORWARD * plan.mlp_rows
-        widest = max(self._made(i, rows, chunk, compiled=plan.compiled) for i in segment)
+        widest = max(self._made(i, extent, chunk, compiled=plan.compiled) for i in segment)
         return widest * self._at_once(plan) + self._dense(segment, plan) + self._done_with(segment, rows, plan)
 
-    def _made(self, i: int, rows: int, chunk: int | None, *, compiled: bool) -> float:
+    def _made(self, i: int, extent: Extent, chunk: int | None, *, compiled: bool) -> float:
         """Bytes that layer `i`'s forward pass makes; `chunk`: tokens that its MLP takes at a time."""
-        layer, b = self.model.layers[i], self.model.dtype_bytes
-        chunked = self._chunked(layer, rows, chunk)
-        made = (
-            chunked[0].forward.at(rows) + chunked[1].forward.at(chunk or rows)
-            if chunked
-            else layer.whole.forward.at(rows)
-        )
-        made += sum(rows * b * a.outputs for a in layer.attention)
-        made += sum(rows * x.outputs + x.held_at(rows) for x in layer.scans)
+        layer, b, rows, length = self.model.layers[i], self.model.dtype_bytes, extent.tokens, extent.length
+        made = layer.whole.forward.at(rows, length)
+        if chunked := self._chunked(layer, rows, chunk):
+            rest, mlp = chunked
+            made = rest.forward.at(rows, length) + mlp.forward.at(chunk or rows, length)
+        made += sum(extent.slots * b * (a.outputs + extent.folded * (a.queries + a.keys)) for a in layer.attention)
+        made += sum(rows * x.outputs + extent.sequences * x.held_at(length) for x in layer.scans)
         return made * (self.backend.fused if compiled else 1.0)
 
     def _full(self, row: RowShape, plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
         """Everything live at once: all layers' residuals, and the logits of all rows."""
         b, V = self.model.dtype_bytes, self.model.vocabulary
         trained = range(self.lowest, len(self.model.layers))
-        held = sum(self.residuals(i, rows, compiled=plan.compiled) for i in trained for rows in row.streams)
+        held = sum(self.residuals(i, extent, compiled=plan.compiled) for i in trained for extent in row.extents)
         edges = sum(self.boundary(rows) for rows in row.streams)
-        made = max(self.temporaries(i, max(row.streams)) for i in trained)
+        made = max(self.temporaries(i, max(row.extents)) for i in trained)
         logits = float(V * sum(map(sum, row.scored)) * (fitted.FULL_FLOAT32 if b == 4 else fitted.FULL_HALF))
         # Of a stream that isn't scored row by row, the scored rows' logits are picked from those of all rows.
         logits += sum(V * b * rows for rows, spans in zip(row.streams, row.scored, strict=True) if spans != (rows,))

@@ -43,12 +43,16 @@ class Meter:
 
     def __init__(self, record: Callable[[dict[str, Any]], None] | None = None):
         self.record = record
-        self.step = 0
+        self.step = self.tokens = self.padding = 0
         self._peak = 0
 
     def start_step(self, step: int) -> None:
         self.step, self._peak = step, 0
         mx.reset_peak_memory()
+
+    def start_pass(self, tokens: int, padding: int) -> None:
+        """The next phases compute so many tokens of rows, and filler beside them."""
+        self.tokens, self.padding = tokens, padding
 
     @contextmanager
     def __call__(self, phase: str, stream: int) -> Iterator[None]:
@@ -61,6 +65,8 @@ class Meter:
             "step": self.step,
             "phase": phase,
             "stream": stream,
+            "tokens": self.tokens,
+            "padding": self.padding,
             "seconds": round(seconds, 6),
             "peak_gib": mx.get_peak_memory() / GIB,
             "active_gib": mx.get_active_memory() / GIB,

@@ -57,6 +57,7 @@ class Attention:
         return self.kv_heads * (self.dim + self.value_dim)
 
 
+SHORTEST = 64  # tokens: chunks are filled up to as many
 MOST_GROUPS = 128  # as in `segtrain.recurrence.grouped`
 
 
@@ -79,8 +80,8 @@ class Scan:
         return -(-rows // self._group(rows)) * self.state
 
     def held_at(self, rows: int) -> float:
-        """`held`, where a long row has larger groups."""
-        return self.held * self._group(rows) / self.group
+        """`held`, where a long row has larger groups and a short one isn't as long as a group."""
+        return self.held * min(self._group(rows), max(rows, SHORTEST)) / self.group
 
     def _group(self, rows: int) -> int:
         return self.group * max(1, -(-rows // (self.group * MOST_GROUPS)))
@@ -88,14 +89,17 @@ class Scan:
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes for T tokens of a stream: fixed + each * T + pairs * T^2 (where all scores of a row exist at once)."""
+    """Bytes for T tokens of a stream: fixed + each * T + pairs * T * L (where all scores of a row exist at once).
+
+    L: tokens that see one another, T unless rows run together.
+    """
 
     fixed: float = 0.0
     each: float = 0.0
     pairs: float = 0.0
 
-    def at(self, rows: int) -> float:
-        return max(0.0, self.fixed + rows * (self.each + rows * self.pairs))
+    def at(self, rows: int, length: int | None = None) -> float:
+        return max(0.0, self.fixed + rows * (self.each + (rows if length is None else length) * self.pairs))
 
     def __add__(self, other: "Line") -> "Line":
         return Line(self.fixed + other.fixed, self.each + other.each, self.pairs + other.pairs)

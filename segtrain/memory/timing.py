@@ -18,7 +18,7 @@ from typing import NamedTuple
 from segtrain.engine.segments import layer_cuts
 from segtrain.memory.backends import Backend
 from segtrain.memory.plan import Plan
-from segtrain.memory.rows import RowShape
+from segtrain.memory.rows import Extent, RowShape
 from segtrain.memory.shapes import Layer, Model
 
 OVERHEAD = 128
@@ -73,7 +73,7 @@ class Timer:
 
     def cost(self, row: RowShape, plan: Plan) -> float:
         """Operations, weighed by speed; only ratios mean anything."""
-        total = sum(self._stream(rows, plan) for rows in row.streams)
+        total = sum(self._stream(extent, plan) for extent in row.extents)
         head = 2 * self.model.hidden * self.model.vocabulary * sum(map(sum, row.scored)) * self._packed(plan)
         chunks = sum(-(-count // plan.head_chunk) for spans in row.scored for count in spans)
         total = max(total, self._launches(row, plan)) + 2 * head
@@ -100,9 +100,9 @@ class Timer:
         """What products of packed weights cost more than dense ones, where the plan leaves them packed."""
         return self.speed.packed if self.model.packed and not plan.dequantize else 1.0
 
-    def _stream(self, rows: int, plan: Plan) -> float:
+    def _stream(self, extent: Extent, plan: Plan) -> float:
         places = self._places(plan.keep if plan.backward == "segmented" else len(self.model.layers))
-        total = sum(count * self._layer(place, rows, plan) for place, count in places.items())
+        total = sum(count * self._layer(place, extent, plan) for place, count in places.items())
         layers = len(self.model.layers)
         edges = 0 if plan.backward == "full" else -(-layers // plan.segment_size)
         return total + edges * EDGE_TOKENS * 2.0 * self.model.active / layers
@@ -115,8 +115,9 @@ class Timer:
             self._counted[keep] = Counter(_Place(kind, i >= self.lowest, i >= kept_from) for i, kind in kinds)
         return self._counted[keep]
 
-    def _layer(self, place: _Place, rows: int, plan: Plan) -> float:
+    def _layer(self, place: _Place, extent: Extent, plan: Plan) -> float:
         """One layer's operations in a step."""
+        rows = extent.tokens
         layer, backward, recomputed, forwards = self.model.distinct[place.kind], 0.0, 0.0, 1.0
         if place.trained and plan.backward == "segmented":
             made_again = self._made_again(plan)
@@ -125,7 +126,7 @@ class Timer:
         if place.trained:
             backward = self.speed.mlp_chunks if plan.mlp_rows is not None and rows > plan.mlp_rows else 1.0
         matmul = 2.0 * layer.active * (rows + OVERHEAD) * self._packed(plan)
-        attention = self._attention(layer, rows) * (forwards + ATTENTION_BACKWARD * place.trained)
+        attention = self._attention(layer, extent) * (forwards + ATTENTION_BACKWARD * place.trained)
         return matmul * (1 + recomputed + backward) + attention
 
     def _made_again(self, plan: Plan) -> float:
@@ -148,10 +149,11 @@ class Timer:
             share += max(0, chunked - last) / active * (1 - 1 / plan.segment_size)
         return share
 
-    def _attention(self, layer: Layer, rows: int) -> float:
+    def _attention(self, layer: Layer, extent: Extent) -> float:
         """Operations of what mixes a layer's tokens, forward."""
-        total = float(sum(SCAN * x.inputs * rows for x in layer.scans))
+        slots, half = extent.slots, extent.length / 2
+        total = float(sum(SCAN * x.inputs * slots for x in layer.scans))
         for a in layer.attention:
-            seen = rows / 2 if a.window is None else min(rows / 2, a.window)
-            total += 2.0 * rows * seen * a.heads * (a.dim + a.value_dim)
+            seen = half if a.window is None else min(half, a.window)
+            total += 2.0 * slots * seen * a.heads * (a.dim + a.value_dim)
         return total

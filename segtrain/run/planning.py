@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from segtrain.engine import groups
 from segtrain.engine.backward import Backward
 from segtrain.engine.layouts import Layout
+from segtrain.engine.ragged import batch_length, up
 from segtrain.errors import RunFailed
 from segtrain.event import Event, Memory, Notice, PlanChosen
 from segtrain.memory import anatomy, choices, rows
@@ -33,7 +35,6 @@ from segtrain.run.session import Session
 
 BUCKETS = 8  # lengths are rounded up to an eighth of a power of two, so that plans (and traces) are few
 WAITING_BYTES, WAITING_SHARE = 320 << 20, 0.15  # at most: what is allocated on top of a limit, in a tight plan
-ROOM = 0.9  # of the tokens that fit as one row, which may be scored on other tokens than a group of rows is
 CACHE_BYTES = 64 << 20  # freed memory that is kept for use again although the plan needs less than that
 QUIET_BYTES = 100 << 20  # below it nobody asks where memory goes
 # Rows together: a pass costs as much as so many tokens more than it has (little on a CPU), and
@@ -121,7 +122,7 @@ class Planner:
             self.notices.append(Notice(text))
         self._held = 0
         self._options: dict[RowShape, Option] = {}
-        self._room: dict[int, int] = {}  # tokens of a group that fit, by the most that are wanted
+        self._fits: dict[RowShape, bool] = {}
         self._backwards: dict[Plan, Backward] = {}
         self.prompt_share = choices.PROMPT_SHARE
         self.corrections = Corrections()
@@ -138,7 +139,7 @@ class Planner:
     def _replan(self) -> None:
         self.chooser = self.chooser.corrected(self.corrections)
         self._options.clear()
-        self._room.clear()
+        self._fits.clear()
 
     def announce(self, counts: Mapping[str, Any]) -> Iterator[Event]:
         """The plan of the longest row that the data have. Raises RunFailed where none fits."""
@@ -147,7 +148,7 @@ class Planner:
         if counts.get("prompt_share"):
             self.prompt_share = min(0.99, counts["prompt_share"])
         together = self._together(length)
-        option = self._option(self._row(max(2, together * length)))
+        option = self._option(self._group(together, length))
         self._hold(option.plan)
         about = {"row_tokens": length, "rows_together": together}
         yield PlanChosen({**option.plan.as_json(), "budget_gib": round(self.budget / GIB, 4), **about})
@@ -162,22 +163,52 @@ class Planner:
             return [1] * len(lengths)
         cut = partial(groups.cut, filler=groups.RAGGED_FILLER, any_size=True) if self.session.ragged else groups.cut
         if asked == "auto":
-            return cut(lengths, PASS_TOKENS[self.backend.name], len(lengths), self._tokens_together())
-        fewest = len(lengths) * lengths[-1]  # any filler is better than one more group
-        return cut(lengths, fewest, asked, self._tokens_together(asked * lengths[-1]))
+            most = FULL_TOKENS[self.backend.name]
+            sizes = cut(lengths, PASS_TOKENS[self.backend.name], len(lengths), self._tokens_together(lengths[-1], most))
+        else:
+            fewest, most = len(lengths) * lengths[-1], asked * lengths[-1]  # any filler is better than one more group
+            sizes = cut(lengths, fewest, asked, self._tokens_together(lengths[-1], most))
+        return list(self._within(lengths, sizes))
+
+    def _within(self, lengths: Sequence[int], sizes: Sequence[int]) -> Iterator[int]:
+        """`sizes` of groups, with those halved that no plan within the budget can run."""
+        edges = accumulate(sizes, initial=0)
+        for lo, hi in pairwise(edges):
+            size = hi - lo
+            while lo < hi:
+                size = min(size, hi - lo)
+                while size > 1 and not self._room_for(size, lengths[lo + size - 1]):
+                    size = -(-size // 2)
+                yield size
+                lo += size
+
+    def _room_for(self, count: int, length: int) -> bool:
+        """Whether so many rows of up to `length` tokens can run together."""
+        row = _bucketed(self._group(count, length))
+        if row not in self._fits:
+            self._fits[row] = self.chooser.fits(row, self.budget)
+        return self._fits[row]
+
+    def _group(self, count: int, length: int) -> RowShape:
+        """The shape of so many rows of `length` tokens together."""
+        row = self._row(max(2, length))
+        if count == 1:
+            return row
+        if not self.session.ragged:
+            return rows.together(row, count)
+        sequences = count * (len(row.branches) or len(row.streams))
+        longest_one = max(row.streams) - sum(row.branches[1:])
+        apart = 1 << (sequences - 1).bit_length(), batch_length(longest_one, self.session.align)
+        return rows.in_one_stream(row, count, up(count * row.tokens), apart)
 
     def _together(self, length: int) -> int:
         """How many rows as long as the longest one run together."""
         rows = self.session.recipe.train.grad_accumulation_steps
         return 1 if self.session.why_alone else max(self.cut([length] * rows))
 
-    def _tokens_together(self, most: int | None = None) -> int:
-        """Tokens of a group of rows that fits the budget, up to `most`: up to what fills this device by default."""
-        most = FULL_TOKENS[self.backend.name] if most is None else most
-        if most not in self._room:
-            found = longest(lambda n: self.chooser.fastest(self._row(n), self.budget) is not None, most)
-            self._room[most] = round(ROOM * found)
-        return self._room[most]
+    def _tokens_together(self, length: int, most: int) -> int:
+        """Tokens of a group of rows of up to `length` tokens that fits the budget, `most` at most."""
+        return length * longest(lambda count: self._room_for(count, length), max(1, most // length), floor=1)
 
     def backward(self, layout: Layout) -> Backward:
         """How to run this row. Raises RunFailed where no plan for it fits the budget."""
@@ -186,6 +217,7 @@ class Planner:
         row = rows.of_layout(layout)
         option = self.chooser.option(row, replace(plan, peak_bytes=None))
         self.watch.note(option.peak, max(row.streams), option)
+        self.meter.start_pass(layout.tokens, layout.padding)
         self._clock.row(plan, self.chooser.timer.cost(row, plan))
         if plan not in self._backwards:
             self._backwards[plan] = self.session.backward(plan, self.meter)
@@ -354,12 +386,18 @@ def _chooser(session: Session, backend: Backend) -> Chooser:
 
 
 def _bucketed(row: RowShape) -> RowShape:
-    """The row with all its numbers rounded up, to at most an eighth more."""
-    return RowShape(
-        tuple(map(_up, row.streams)),
-        tuple(tuple(map(_up, spans)) for spans in row.scored),
-        tuple(map(_up, row.branches)),
+    """The row with all its numbers rounded up, to at most an eighth more; ragged streams are few as they are."""
+    batched = [not extent.folded and extent.sequences > 1 for extent in row.extents]
+    sequences = tuple(
+        (count, _up(length)) if own else (count, length)
+        for own, (count, length) in zip(batched, row.sequences, strict=False)
     )
+    streams = tuple(
+        x.sequences * _up(x.length) if own else x.tokens if x.folded else _up(x.tokens)
+        for own, x in zip(batched, row.extents, strict=True)
+    )
+    scored = tuple(tuple(map(_up, spans)) for spans in row.scored)
+    return RowShape(streams, scored, tuple(map(_up, row.branches)), sequences)
 
 
 def _up(count: int) -> int:
