@@ -474,7 +474,9 @@ def doctor(
     if recipe is None and set_:
         raise UserError("--set changes a recipe, and none is given")
     loaded = _load(recipe, set_, "doctor") if recipe else None
-    _prepare()
+    from segtrain.memory.backends import LONG
+
+    _prepare(longest=LONG)
     from segtrain.run.doctor import doctor as examine
     from segtrain.terminal.progress import print_doctor
 
@@ -586,11 +588,11 @@ def _load(recipe: Path | None, changes: list[str] | None, command: str) -> "Reci
     return loaded
 
 
-def _prepare(*, exact: bool = False) -> None:
+def _prepare(*, longest: int = 0, exact: bool = False) -> None:
     """Set what mlx reads when it is imported."""
     from segtrain.run.environment import prepare
 
-    prepare(os.environ, exact=exact)
+    prepare(os.environ, longest=longest, exact=exact)
 
 
 def _config(model: str) -> dict[str, Any]:

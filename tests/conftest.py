@@ -1,5 +1,6 @@
-"""Shared set-up: float32 that isn't rounded to TF32, a cache directory of the tests' own, and property tests that draw
-the same examples every time, without deadlines (the machine may be busy)."""
+"""Shared set-up: what a run on long rows sets before mlx is imported, float32 that isn't rounded to TF32, a cache
+directory of the tests' own, and property tests that draw the same examples every time, without deadlines (the machine
+may be busy)."""
 
 import atexit
 import os
@@ -8,7 +9,10 @@ import tempfile
 
 from hypothesis import settings
 
-os.environ.setdefault("MLX_ENABLE_TF32", "0")  # read when mlx first multiplies: before anything imports it
+from segtrain.memory.backends import LONG
+from segtrain.run.environment import prepare
+
+prepare(os.environ, longest=LONG, exact=True)  # before anything imports mlx, and with the user's cache of kernels
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="segtrain-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 

@@ -34,8 +34,7 @@ def test_what_a_task_raises_is_raised() -> None:
 def test_a_models_checks_find_the_same_apart() -> None:
     kind, subject = checks.AttentionKind(2, 64, 64, mx.bfloat16), Quantisation(64, 4, "affine")
     tasks = [
-        partial(readiness._attention, kind, readiness.table()),
-        partial(readiness._one, checks.quantised_products, subject, mx.float32),
+        partial(checks.with_safe_form, checks.attention_is_right, kind, readiness.table()),
+        partial(checks.quantised_products, subject, mx.float32),
     ]
-    right = [[finding.right for finding in found] for found in apart(tasks, 2)]
-    assert right == [[finding.right for finding in task()] for task in tasks]
+    assert [finding.right for finding in apart(tasks, 2)] == [task().right for task in tasks]

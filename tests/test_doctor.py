@@ -38,6 +38,12 @@ CONFIG = {
 
 
 @pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA too, where checks have processes of their own, which a fault put back here wouldn't reach."""
+    monkeypatch.setattr(readiness, "apart", lambda tasks, workers: [task() for task in tasks])
+
+
+@pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield
@@ -50,7 +56,7 @@ def fused_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine's backend as one with a fused kernel; memory is not compared (there is none that is linear)."""
     name = dispatch.backend().name
     monkeypatch.setitem(dispatch.BACKENDS, name, replace(METAL, name=name))
-    monkeypatch.setattr(checks, "attention_is_linear", lambda kind, rows, length: Finding("memory", True, "linear"))
+    monkeypatch.setattr(checks, "attention_is_linear", lambda kind, rows: Finding("memory", True, "linear"))
 
 
 def wrong_gradient(q: mx.array, k: mx.array, v: mx.array, **rule: Any) -> mx.array:
@@ -263,7 +269,7 @@ def test_a_cache_that_cannot_be_written_is_no_hindrance(tmp_path: Path, monkeypa
 
 def test_wrong_in_blocks_too_has_no_safe_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch.Blocks, "__call__", lambda self, q, k, v, sinks=None: 0 * q)
-    (finding, *_) = readiness._attention(KIND, CPU)
+    finding = checks.with_safe_form(checks.attention_is_right, KIND, CPU)
     assert finding.fatal
     assert finding.can
 

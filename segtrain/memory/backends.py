@@ -112,6 +112,7 @@ def with_buffers(backend: Backend, environment: Mapping[str, str]) -> Backend:
 # operation to be handed to it, they cost up to a tenth and save 0.5 GiB (`benchmarks/floor.py`). Not measured on Metal.
 CUDA_BUFFERS = {"MLX_MAX_MB_PER_BUFFER": "100", "MLX_MAX_OPS_PER_BUFFER": "8"}
 SHORT_ROWS = 1024
+LONG = 1 << 20  # tokens of a row that surely is not short
 
 
 def set_buffers(environment: MutableMapping[str, str], longest: int) -> None:

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import mlx.core as mx
 
+from segtrain.memory.backends import LONG, set_buffers
+
 T = TypeVar("T")
 SERVE = "from segtrain.run.apart import serve; serve()"
 PATIENCE = 300.0  # seconds after which a process is given up
@@ -39,6 +41,7 @@ def apart(tasks: Sequence[Callable[[], T]], workers: int) -> list[T]:
 def _result(task: Callable[[], object]) -> bytes:
     """The pickled result, b"" if there is none."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    set_buffers(environment, LONG)  # what a check finds of memory concerns long rows
     try:
         done = subprocess.run(
             [sys.executable, "-c", SERVE], input=pickle.dumps(task), capture_output=True, timeout=PATIENCE,

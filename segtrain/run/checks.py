@@ -22,6 +22,9 @@ Arrays: TypeAlias = list[mx.array]
 TOLERANCE = {mx.float32: 1e-2, mx.float16: 5e-2, mx.bfloat16: 5e-2}
 FLOOR = 0.1  # a number: where a gradient is nearly zero, errors count as if it were so large
 LINEAR = 2.6  # times the memory at twice the length: linear gives 2, quadratic 4 (2.7 with what is linear beside it)
+LENGTH = {"cpu": 256, "cuda": 2048, "metal": 2048}  # tokens of the shorter row that memory is compared at
+IN_BLOCKS = "computes attention in blocks: exact, slower"
+NEWER_MLX = "install a newer mlx"
 SLACK = 4 << 20  # bytes that the allocator may round up to
 
 
@@ -76,8 +79,9 @@ def attention_is_right(kind: AttentionKind, rows: Backend) -> Finding:
     return Finding(name, errors[worst] <= TOLERANCE[kind.dtype], f"{kind.form(rows)}: {found}")
 
 
-def attention_is_linear(kind: AttentionKind, rows: Backend, length: int) -> Finding:
-    """Memory of `kind`, forward and backward, at `length` and at twice as many tokens."""
+def attention_is_linear(kind: AttentionKind, rows: Backend, length: int | None = None) -> Finding:
+    """Memory of `kind`, forward and backward, at `length` (None: `LENGTH`) and at twice as many tokens."""
+    length = length or LENGTH[dispatch.backend().name]
     try:
         peaks = [attention_peaks(kind, rows, n) for n in (length, 2 * length)]
     except (RuntimeError, ValueError) as error:
@@ -89,6 +93,18 @@ def attention_is_linear(kind: AttentionKind, rows: Backend, length: int) -> Find
     return Finding(
         f"memory of attention, {kind}", not wrong, f"{grows}: {figures} from {length} to {2 * length} tokens"
     )
+
+
+def with_safe_form(test: Callable[[AttentionKind, Backend], Finding], kind: AttentionKind, rows: Backend) -> Finding:
+    """What `test` finds, and what follows: attention in blocks where that is right, else wrong gradients are fatal."""
+    finding = test(kind, rows)
+    if finding.right:
+        return finding
+    if kind.form(rows) != "blocks" and test(kind, replace(rows, head_dims=frozenset())).right:
+        return replace(finding, does=IN_BLOCKS)
+    if test is attention_is_linear:
+        return replace(finding, does="nothing: long rows may need more than the plan says", can=NEWER_MLX)
+    return replace(finding, can=NEWER_MLX, fatal=True)
 
 
 def is_linear(small: int, large: int) -> bool:
@@ -142,7 +158,7 @@ def recurrence(rule: str) -> Finding:
         pairs = zip(_differentiated(entry, arrays), _differentiated(reference, arrays), strict=True)
         error = max(_error(found, wanted) for found, wanted in pairs)
     except (RuntimeError, ValueError) as failure:
-        return Finding(name, False, f"MLX fails: {reason(failure)}", can="install a newer mlx", fatal=True)
+        return Finding(name, False, f"MLX fails: {reason(failure)}", can=NEWER_MLX, fatal=True)
     right = error <= TOLERANCE[mx.float32]
     can = "" if right else "install a newer mlx, or use a model without such layers"
     return Finding(name, right, f"error {error:.1e} at most", can=can, fatal=not right)

@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,7 @@ from segtrain.run.checks import AttentionKind, Finding
 if TYPE_CHECKING:
     from segtrain.models.load import Loaded
 
-IN_BLOCKS = "computes attention in blocks: exact, slower"
 MOST_APART = 8  # checks at a time on CUDA: each process holds half a GiB of the GPU
-LENGTH = {"cpu": 256, "cuda": 2048, "metal": 2048}  # tokens of the shorter row that memory is compared at
 
 
 @dataclass(frozen=True)
@@ -80,39 +78,26 @@ def ready(loaded: "Loaded") -> list[str]:
     fused = any(kind.form(table()) != "blocks" for kind in subject.attention)
     if not (fused and kept.get("wrong")):
         return []
-    return [f"MLX's fused attention is wrong here ({kept['wrong']}), so segtrain {IN_BLOCKS}; see `segtrain doctor`"]
+    return [
+        f"MLX's fused attention is wrong here ({kept['wrong']}), so segtrain {checks.IN_BLOCKS}; see `segtrain doctor`"
+    ]
 
 
 def checked(subject: Subject, rows: dispatch.Backend, *, everything: bool = False) -> list[Finding]:
     """The findings. Attention in blocks is the safe form, which only `everything` checks too."""
     kinds = [kind for kind in subject.attention if everything or kind.form(rows) != "blocks"]
-    tasks: list[Callable[[], list[Finding]]] = [partial(_attention, kind, rows) for kind in kinds]
-    tasks += [partial(_one, checks.quantised_products, kind, subject.dtype) for kind in subject.quantised]
-    tasks += [partial(_one, checks.recurrence, name) for name in subject.recurrences]
+    tasks: list[Callable[[], Finding]] = []
+    for kind in kinds:
+        tasks.append(partial(checks.with_safe_form, checks.attention_is_right, kind, rows))
+        if not (kind.softcap or kind.sinks):
+            tasks.append(partial(checks.with_safe_form, checks.attention_is_linear, kind, rows))
+    tasks += [partial(checks.quantised_products, kind, subject.dtype) for kind in subject.quantised]
+    tasks += [partial(checks.recurrence, name) for name in subject.recurrences]
     if gated_delta.RULE in subject.recurrences and dispatch.backend().name in FUSED_HEADS:
-        tasks.append(partial(_one, checks.delta_kernel))
-    if dispatch.backend().name != "cuda":
-        return [finding for task in tasks for finding in task()]
-    return [finding for found in apart(tasks, min(MOST_APART, os.cpu_count() or 1)) for finding in found]
-
-
-def _one(check: Callable[..., Finding], *subject: Any) -> list[Finding]:
-    return [check(*subject)]
-
-
-def _attention(kind: AttentionKind, rows: dispatch.Backend) -> list[Finding]:
-    """Results and memory; what is wrong in blocks as well has no safe form."""
-    tests: list[Callable[..., Finding]] = [checks.attention_is_right]
-    if not (kind.softcap or kind.sinks):
-        tests.append(lambda kind, rows: checks.attention_is_linear(kind, rows, LENGTH[dispatch.backend().name]))
-    found = []
-    for test in tests:
-        finding = test(kind, rows)
-        if not finding.right:
-            safe = kind.form(rows) != "blocks" and test(kind, replace(rows, head_dims=frozenset())).right
-            finding = replace(finding, does=IN_BLOCKS if safe else "", fatal=not safe)
-        found.append(finding if not finding.fatal else replace(finding, can="install a newer mlx"))
-    return found
+        tasks.append(checks.delta_kernel)
+    if dispatch.backend().name == "cuda":
+        return apart(tasks, min(MOST_APART, os.cpu_count() or 1))
+    return [task() for task in tasks]
 
 
 def table() -> dispatch.Backend:
