@@ -1,4 +1,4 @@
-"""The two ways in which a command ends badly on purpose; the command line maps them to exit codes."""
+"""The two ways in which a command ends badly on purpose, which the command line maps to exit codes; and their words."""
 
 
 class UserError(ValueError):
@@ -22,3 +22,8 @@ def reason(error: BaseException, most: int = 600) -> str:
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     line = "; caused by: ".join(found)
     return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """`1 row`, `1,262 rows`: a count before its noun, whose plural is `nouns` where an s isn't enough."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"

@@ -255,4 +255,4 @@ def test_several_rows_of_one_conversation_say_what_they_cost(tmp_path):
     unsplit = len(byte_level("reasoning").encode(whole, add_special_tokens=False))
     assert len(lengths) == report.counts["rows"] == report.counts["split_rows"] == 3
     assert (report.counts["split_tokens"], report.counts["unsplit_tokens"]) == (sum(lengths), unsplit)
-    assert any("become 3 rows, one a turn" in text for text in report.suggestions)
+    assert any("becomes 3 rows, one a turn" in text for text in report.suggestions)

@@ -4,7 +4,7 @@ import json
 from itertools import islice
 
 import pytest
-from data_toys import byte_level, recipe
+from data_toys import byte_level, recipe, spaced
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -214,6 +214,12 @@ def test_an_empty_prompt_leaves_nothing_to_score_from():
     assert isinstance(result, Dropped)
     assert result.reason == "empty prompt"
     assert isinstance(encode(BASE, Preference("", "cd", "ef")), Encoded), "a BOS is enough"
+
+
+def test_a_prompt_that_becomes_part_of_the_answers_first_token_is_not_called_empty():
+    result = encode(spaced(None, adds_bos=False), Preference(" ", "a", "a b"))
+    assert isinstance(result, Dropped)
+    assert result.reason.startswith("the tokenizer joins the whole prompt to the answer")
 
 
 # The set as a whole.

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -19,6 +21,7 @@ from segtrain.engine.groups import cut, grouped, ragged, together
 from segtrain.engine.layouts import CHOSEN, PROMPT, RESPONSE, Layout, padded, pair, shared_prefix, single
 from segtrain.engine.ragged import batch_length, up
 from segtrain.models.stack import Execution, LayerStack
+from segtrain.run.passes import Passes
 
 FAMILIES = ["llama", "gemma3_text", "gemma3n", "qwen3_moe", "qwen3_5", "mamba", "gpt_oss", "deepseek_v3", "lfm2"]
 LENGTHS = (7, 19, 12)
@@ -223,3 +226,11 @@ def test_sizes_are_few():
     assert {up(n) for n in range(1025, 2049)} == {1280, 1536, 1792, 2048}
     assert all(n <= up(n) <= max(n * 1.25, n + 8) for n in range(1, 20000))
     assert [batch_length(n, 128) for n in (1, 128, 129, 300, 400, 700, 1000)] == [128, 128, 256, 384, 512, 768, 1024]
+
+
+@pytest.mark.parametrize(("groups", "order"), [([[0], [2], [1]], [[0], [1], [2]]), ([[0, 2], [1]], [[0, 2], [1]])])
+def test_rows_that_run_alone_keep_their_order(groups: list[list[int]], order: list[list[int]]):
+    """Gradients are added up in that order, so a run whose rows never run together has the bytes of one by one."""
+    session: Any = SimpleNamespace(why_alone="", grouped=lambda rows, cut: groups)
+    rows: list[Any] = [None] * 3
+    assert Passes(session, lambda layout: backward("llama", "full", objectives.sft), list).groups(rows) == order

@@ -88,7 +88,7 @@ def test_nothing_fits_says_what_would(model: Path) -> None:
     ("change", "arguments", "message"),
     [
         ({}, ["--seq", "64", "--budget", "24 potatoes"], "'24 potatoes' isn't a memory size"),
-        ({}, ["--seq", "9000"], "rows of 9000 tokens are longer than the model's 4096 positions"),
+        ({}, ["--seq", "9000"], "rows of 9,000 tokens are longer than the model's 4,096 positions"),
         ({}, ["--seq", "64", "--budget", "1MB"], "is too small for"),
         ({}, [], "give --seq"),
         ({"model_type": "nonsense"}, ["--seq", "64"], "mlx-lm knows no model_type nonsense"),

@@ -158,7 +158,7 @@ def test_the_evaluation_before_training_is_shown_beside_the_best():
 
 
 def test_a_finished_run_that_is_resumed_counts_no_step_backwards():
-    assert "all 25 steps done" in rendered([started(25, first_step=25)])
+    assert "25 steps done" in rendered([started(25, first_step=25)])
     assert "steps 25 to 25" in rendered([started(25, first_step=24)])
 
 

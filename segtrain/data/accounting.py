@@ -12,7 +12,7 @@ import numpy as np
 from segtrain.data import encode, hidden
 from segtrain.data.limits import NO_TARGETS_LEFT, RESPONSE_TOO_LONG, TOO_LONG, Dropped, Encoded
 from segtrain.data.rows import PreferenceRow, Row
-from segtrain.errors import UserError
+from segtrain.errors import UserError, counted
 
 LENGTH_REASONS = (TOO_LONG, NO_TARGETS_LEFT, RESPONSE_TOO_LONG)
 EXAMPLES = 3
@@ -197,8 +197,9 @@ class Tally:
             raise UserError(f"{name}: the data holds no row")
         if self.too_long:
             raise UserError(
-                f"{name}: max_seq_length {limit} leaves no response tokens in {self.too_long} of {self.seen} rows, and "
-                f"no row is left ({self._reasons()}); raise it to {self.needed}, or see data.on_long"
+                f"{name}: max_seq_length {limit} leaves no response tokens in {self.too_long} of "
+                f"{counted(self.seen, 'row')}, and no row is left ({self._reasons()}); raise it to {self.needed}, or "
+                "see data.on_long"
             )
         rows = "the only row has no" if self.seen == 1 else f"none of the {self.seen} rows has a"
         raise UserError(f"{name}: {rows} supervised token ({self._reasons()})")
@@ -224,13 +225,14 @@ class Tally:
         """What the user should hear once about these rows, which may be a sample of more."""
         looked = "sampled from" if sampled else "of"
         rows = max(self.seen, self.rows + self.dropped)
-        found, of = [], f"of {rows:,} rows {looked} {name}"
+        found, of = [], f"of {counted(rows, 'row')} {looked} {name}"
         if self.dropped:
             fix = f"; max_seq_length {self.needed} would keep the {self.too_long} too long" if self.too_long else ""
-            found.append(f"{self.dropped} {of} are left out ({self._reasons()}){fix}")
+            found.append(f"{self.dropped} {of} {agreeing('are left out', self.dropped)} ({self._reasons()}){fix}")
         if self.truncated:
             found.append(
-                f"{self.truncated} {of} are cut to max_seq_length {limit} (the longest has {max(self.lengths)})"
+                f"{self.truncated} {of} {agreeing('are cut', self.truncated)} to max_seq_length {limit} "
+                f"(the longest has {max(self.lengths)})"
             )
         length, origin = self.longest_known
         if length > limit and not (self.too_long or self.truncated):
@@ -240,17 +242,25 @@ class Tally:
             )
         if self.split:
             times = self.split_tokens / self.unsplit_tokens
+            split = counted(self.split, f"conversation of {name} becomes", f"conversations of {name} become")
             found.append(
-                f"{self.split} conversations of {name} become {self.split_rows} rows, one a turn, since the chat "
+                f"{split} {counted(self.split_rows, 'row')}, one a turn, since the chat "
                 f"template rewrites earlier turns: {self.split_tokens:,} tokens, {times:.2f} times those of one row "
                 "each (data.turns)"
             )
         found += [
-            f"{self.remarks[key]} {of} {text}, e.g. {self.noted[key]}"
+            f"{self.remarks[key]} {of} {agreeing(text, self.remarks[key])}, e.g. {self.noted[key]}"
             for key, text in REMARKS.items()
             if self.remarks[key]
         ]
         return found
+
+
+def agreeing(text: str, number: int) -> str:
+    """`text`, which begins with a verb in the plural, for so many rows."""
+    verb, _, rest = text.partition(" ")
+    one = {"have": "has", "are": "is", "began": "began"}.get(verb, f"{verb}s")
+    return f"{one} {rest}" if number == 1 else text
 
 
 def _length(row: Row) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from segtrain.data.rows import Origin, PreferenceRow, Row
 from segtrain.data.samples import Sample, Sought, samples_of
 from segtrain.data.sources import Located, locate
 from segtrain.data.tokenizer import Tokenizer, load_tokenizer
-from segtrain.errors import UserError
+from segtrain.errors import UserError, counted
 from segtrain.recipe.schema import Recipe
 
 Progress: TypeAlias = Callable[[int, int | None], None]  # rows done, rows in all (None: not known)
@@ -132,7 +132,8 @@ class _Seen:
         """Raises UserError where rows are malformed: the first in full, and where the next ones stand."""
         if not self.faults:
             return
-        more = f" ({self.fault_count - 1} more rows are refused" if self.fault_count > 1 else ""
+        others = counted(self.fault_count - 1, "more row is", "more rows are")
+        more = f" ({others} refused" if self.fault_count > 1 else ""
         then = f", the next: {self.faults[1]})" if len(self.faults) > 1 else ")" if more else ""
         raise UserError(self.faults[0] + more + then)
 
@@ -275,8 +276,8 @@ class _Checker:
                 f"max_seq_length {longest} would lose nothing; {tally.percentile(0.99)} covers 99 % of the rows"
             )
         elif longest <= limit // 2:
-            found.append(f"the longest row has {longest} tokens: max_seq_length {limit} is never reached")
-        found += [f"{reason.count} {what}, e.g. {reason.examples[0]}" for what, reason in duplicates.items()]
+            found.append(f"the longest row has {counted(longest, 'token')}: max_seq_length {limit} is never reached")
+        found += [f"{what}: {reason.count:,}, e.g. {reason.examples[0]}" for what, reason in duplicates.items()]
         return found
 
 

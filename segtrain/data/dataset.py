@@ -30,7 +30,7 @@ from segtrain.data.rows import Origin, Row
 from segtrain.data.samples import Sample, Sought, samples_of
 from segtrain.data.sources import Located, locate
 from segtrain.data.tokenizer import Codec, Tokenizer
-from segtrain.errors import UserError
+from segtrain.errors import UserError, counted
 from segtrain.recipe.schema import DataRecipe, Part, Recipe
 
 # Sets up to this size are counted in full when they are opened; of larger ones a sample is.
@@ -322,7 +322,8 @@ class _Opening:
         counts, _ = self._judged(tally, _names(located), tally.seen, True)
         window = self.section.shuffle_window
         self.notices.append(
-            f"streaming: rows are shuffled in windows of {window:,}; the counts are of the first {tally.seen:,} rows"
+            f"streaming: rows are shuffled in windows of {window:,}; the counts are of the first "
+            f"{counted(tally.seen, 'row')}"
         )
         if located[0].source.weight is None:
             source = sources[0] if len(sources) == 1 else ChainedInOrder(sources)
@@ -379,7 +380,7 @@ class _Opening:
         if not self.section.streaming or all(one.kind != "hub" for one in located):
             return Chained([self._table(one) for one in located])
         most = limit or STREAMED_VALID_ROWS
-        self.notices.append(f"streaming: evaluation takes the first {most:,} rows of each source")
+        self.notices.append(f"streaming: evaluation takes the first {counted(most, 'row')} of each source")
         return [raw for one in located for raw in self._first_rows(one, one.in_order(), most)]
 
 

@@ -26,6 +26,7 @@ EMPTY_RESPONSE = "empty response"
 NO_ASSISTANT = "no assistant turn"
 ONE_TOKEN = "a single token, nothing to predict"
 EMPTY_PROMPT = "empty prompt"
+MERGED_PROMPT = "the tokenizer joins the whole prompt to the answer, so no token is left to score from"
 UNSUPERVISED = "no supervised turn"
 BLANK = "blank line"
 
@@ -239,7 +240,7 @@ class Encoder:
             return Dropped(EMPTY_RESPONSE, origin)
         (prompt, chosen), (other, rejected) = self._branches(example, origin)
         if not prompt or not other:
-            return Dropped(EMPTY_PROMPT, origin)
+            return Dropped(MERGED_PROMPT if example.prompt else EMPTY_PROMPT, origin)
         if not chosen or not rejected:
             return Dropped(EMPTY_RESPONSE, origin)
         length = max(len(prompt) + len(chosen), len(other) + len(rejected))

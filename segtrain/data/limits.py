@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 
 from segtrain.data.rows import Origin, PreferenceRow, Row
 from segtrain.data.spans import Tokens
-from segtrain.errors import UserError
+from segtrain.errors import UserError, counted
 
 OnLong: TypeAlias = Literal["drop", "truncate_prompt", "truncate", "error"]
 
@@ -155,6 +155,6 @@ _Pair: TypeAlias = tuple[list[int], list[int], list[int], list[int]]
 
 def _too_long(origin: Origin, length: int, limit: int) -> UserError:
     return UserError(
-        f"{origin}: this row has {length} tokens, more than max_seq_length {limit}, and on_long is error; raise "
-        f"max_seq_length to {length} or choose drop, truncate_prompt or truncate"
+        f"{origin}: this row has {counted(length, 'token')}, more than max_seq_length {limit}, and on_long is error; "
+        f"raise max_seq_length to {length} or choose drop, truncate_prompt or truncate"
     )

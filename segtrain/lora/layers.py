@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from segtrain.errors import counted
 from segtrain.lora.dora import DoRALinear
 from segtrain.lora.flat import FlatArrays, FlatLayout
 from segtrain.lora.frozen import dense_shape
@@ -233,7 +234,7 @@ def _measure(slots: Sequence[Slot]) -> None:
 def _layer_range(total: int, layers: tuple[int, int] | None) -> tuple[int, int]:
     lo, hi = layers or (0, total)
     if not 0 <= lo < hi <= total:
-        raise ValueError(f"lora.layers [{lo}, {hi}] is outside the model's {total} layers")
+        raise ValueError(f"lora.layers [{lo}, {hi}] is outside the model's {counted(total, 'layer')}")
     return lo, hi
 
 

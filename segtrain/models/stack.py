@@ -28,6 +28,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from segtrain.engine.layouts import Stream
 from segtrain.engine.segments import HIDDEN, Bounds
+from segtrain.errors import counted
 from segtrain.models.alike import Place, fingerprint, holding, places, plain
 from segtrain.models.capture import arrays, intercept, leaves, map_tree
 from segtrain.models.causal import Causal
@@ -289,7 +290,7 @@ class LayerStack:
         with intercept(self.layers, recorder):
             self.whole(stream)
         if len(recorder.calls) != len(self.layers):
-            raise UnsupportedModel(f"the model calls {len(recorder.calls)} of its {len(self.layers)} layers")
+            raise UnsupportedModel(f"the model calls {len(recorder.calls)} of its {counted(len(self.layers), 'layer')}")
         assert recorder.embedded is not None
         return Tape(stream, recorder.embedded, recorder.calls)
 

@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from segtrain.errors import UserError
+from segtrain.errors import UserError, counted
 from segtrain.recipe import mlx_lm_keys, yaml_file
 from segtrain.recipe.overrides import MARK, translated
 from segtrain.recipe.problems import Problem, lines_of, listing, problems_error
@@ -181,7 +181,9 @@ class LoraRecipe(Section):
             case (lo, hi):
                 pass
         if lo < 0 or hi > layers:
-            raise UserError(f"lora.layers: {_plain(self.layers)} asks for more than the model's {layers} layers")
+            raise UserError(
+                f"lora.layers: {_plain(self.layers)} asks for more than the model's {counted(layers, 'layer')}"
+            )
         return lo, hi
 
     @field_validator("layers")
@@ -317,9 +319,8 @@ class TrainRecipe(Section):
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             found.append(Problem("warmup_steps", "warmup_steps and warmup_ratio are both given; keep one"))
         if self.steps is not None and (self.warmup_steps or 0) > self.steps:
-            found.append(
-                Problem("warmup_steps", f"{self.warmup_steps} is more than the run's {self.steps} steps; lower it")
-            )
+            run = f"the run's {counted(self.steps, 'step')}"
+            found.append(Problem("warmup_steps", f"{self.warmup_steps} is more than {run}; lower it"))
         if self.final_learning_rate > self.learning_rate:
             found.append(Problem("final_learning_rate", f"{self.final_learning_rate} is above learning_rate"))
         if found:

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from segtrain.errors import UserError
+from segtrain.errors import UserError, counted
 from segtrain.report.run_files import Record, RunFiles, column, largest, number, read_run
 from segtrain.terminal.format import count, duration, gib, named, value
 
@@ -103,7 +103,9 @@ def _state(run: RunFiles) -> str:
     steps = number(train.get("steps")) if isinstance(train, dict) else None
     if steps is None:
         return f"step {step:,}"
-    return f"all {steps:,.0f} steps done" if step >= steps else f"step {step:,} of {steps:,.0f}: in progress or stopped"
+    return (
+        f"{counted(step, 'step')} done" if step >= steps else f"step {step:,} of {steps:,.0f}: in progress or stopped"
+    )
 
 
 def _tiles(run: RunFiles) -> str:
@@ -113,7 +115,7 @@ def _tiles(run: RunFiles) -> str:
     evals = [loss for loss in column(run.evals[len(run.at_start) :], "loss") if loss is not None]
     peak, process = largest(run.train, "peak_gib"), largest(run.train, "rss_gib")
     tiles = {
-        f"loss, mean of the last {len(losses)} updates": f"{fmean(losses):.4f}" if losses else None,
+        f"loss, mean of the last {counted(len(losses), 'update')}": f"{fmean(losses):.4f}" if losses else None,
         **({} if before is None else {"evaluation before training": f"{before:.4f}"}),
         "best evaluation": f"{min(evals):.4f}" if evals else None,
         "tokens trained": count(tokens) if tokens else None,

@@ -7,6 +7,7 @@ messages advise both. Anything else needs `--force`, which takes what still fits
 from collections.abc import Iterable
 from typing import Any
 
+from segtrain.errors import counted
 from segtrain.recipe.schema import Recipe, differences
 
 LENGTH = ("train.steps", "train.epochs")
@@ -27,9 +28,9 @@ def told(free: Iterable[str], step: int, steps: int) -> list[str]:
     limit = [text for text in free if text not in length]
     found = [f"{', '.join(limit)} for the rows after step {step:,}"] if limit else []
     if length and steps <= step:
-        found.append(f"{', '.join(length)}: the run has made {step:,} updates already")
+        found.append(f"{', '.join(length)}: the run has made {counted(step, 'update')} already")
     elif length:
         found.append(
-            f"{', '.join(length)}: after step {step:,} the learning rate is that of a run of {steps:,} updates"
+            f"{', '.join(length)}: after step {step:,} the learning rate is that of a run of {counted(steps, 'update')}"
         )
     return found

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from segtrain.data.rows import Row
 from segtrain.engine.backward import Backward
 from segtrain.engine.layouts import Layout
-from segtrain.errors import RunFailed, reason
+from segtrain.errors import RunFailed, counted, reason
 from segtrain.run.session import Session
 
 Choose: TypeAlias = Callable[[Layout], Backward]
@@ -33,10 +33,15 @@ class Passes:
         return tokens * (1 + tokens / (13 * self.session.width))
 
     def groups(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Numbers of the rows that run together, the longest group last."""
+        """Numbers of the rows that run together, the longest group last.
+
+        Where every row runs alone they keep their order, in which their gradients are added up.
+        """
+        alone = [[number] for number in range(len(rows))]
         if self.cut is None or len(rows) == 1 or self.session.why_alone:
-            return [[number] for number in range(len(rows))]
-        return self.session.grouped(rows, self.cut)
+            return alone
+        found = self.session.grouped(rows, self.cut)
+        return found if len(found) < len(rows) else alone
 
     def prepared(self, rows: Sequence[Row]) -> tuple[Layout, Backward]:
         """The layout of one row, or of several together, with its reference sums, and the pass that runs it."""
@@ -54,14 +59,14 @@ def explained(rows: Sequence[Row]) -> Iterator[None]:
         where = " with ".join(filter(None, [str(rows[-1].origin), f"{len(rows) - 1} more" if len(rows) > 1 else ""]))
         if is_out_of_memory(error):
             raise RunFailed(
-                f"out of memory on {where} ({sum(map(len, rows))} tokens): {error}; lower data.max_seq_length or "
+                f"out of memory on {where} ({counted(sum(map(len, rows)), 'token')}): {error}; lower data.max_seq_length or "
                 "engine.memory_budget; `segtrain plan-segments` shows what would fit"
             ) from error
         if is_watchdog(error):
             raise RunFailed(
                 f"the system ended a computation of the GPU that kept the display waiting, on {where} "
-                f"({sum(map(len, rows))} tokens): {reason(error)}. Let the display sleep, keep the machine awake with "
-                "`caffeinate -s segtrain ...`, and go on with --resume; shorter rows (data.max_seq_length) help too"
+                f"({counted(sum(map(len, rows)), 'token')}): {reason(error)}. Let the display sleep, keep the machine awake "
+                "with `caffeinate -s segtrain ...`, and go on with --resume; shorter rows (data.max_seq_length) help too"
             ) from error
         raise
 

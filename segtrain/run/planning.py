@@ -18,7 +18,7 @@ from segtrain.engine import groups
 from segtrain.engine.backward import Backward
 from segtrain.engine.layouts import Layout
 from segtrain.engine.ragged import batch_length, up
-from segtrain.errors import RunFailed
+from segtrain.errors import RunFailed, counted
 from segtrain.event import Event, Memory, Notice, PlanChosen
 from segtrain.memory import anatomy, choices, rows
 from segtrain.memory.anatomy import Subject
@@ -74,8 +74,8 @@ class Watch:
         if max(predicted, measured_gib) < QUIET_BYTES / GIB:
             return None
         error = measured_gib / predicted - 1
-        text = f"memory at {tokens:,} tokens: predicted {_gib(predicted)}, measured {_gib(measured_gib)} ({error:+.0%})"
-        return Notice(text, "warning" if error > 0.15 else "info")
+        figures = f"predicted {_gib(predicted)}, measured {_gib(measured_gib)} ({error:+.0%})"
+        return Notice(f"memory at {counted(tokens, 'token')}: {figures}", "warning" if error > 0.15 else "info")
 
 
 class Creep:
@@ -406,4 +406,6 @@ def _up(count: int) -> int:
 
 
 def _gib(amount: float) -> str:
+    if amount * 1024 < 1:
+        return f"{1024 * 1024 * amount:.0f} KiB"
     return f"{amount:.2f} GiB" if amount >= 1 else f"{1024 * amount:.0f} MiB"

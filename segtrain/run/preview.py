@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from segtrain.errors import UserError
+from segtrain.errors import UserError, counted
 from segtrain.memory import choices, machine
 from segtrain.memory.backends import Backend
 from segtrain.memory.choose import Chooser, Option, longest, sizes, sparing
@@ -200,8 +200,8 @@ class _Case:
     def _advice(self, length: int, limit: int) -> str:
         need = self.chooser.least(self.row(length))
         far = longest(self._fits(None), limit)
-        text = f"rows of {length:,} tokens need a budget of {_rounded_up(need)}"
-        return f"rows of up to {far:,} tokens fit; {text}" if far else text
+        text = f"rows of {counted(length, 'token')} need a budget of {_rounded_up(need)}"
+        return f"rows of up to {counted(far, 'token')} fit; {text}" if far else text
 
     def _own(self, name: str, length: int) -> dict[str, Any]:
         """One of the data set's own lengths, and the fastest plan for it."""
@@ -230,7 +230,7 @@ def _budget(recipe: "Recipe | None", budget: str | None) -> int | None:
 
 def _planned_for(target: Device, limit: int) -> str:
     """The device, and its own budget where another was asked for."""
-    gives = f"it gives a run {_rounded_up(target.budget)} unless told otherwise"
+    gives = f"it gives a run {_as_given(target.budget)} unless told otherwise"
     return target.words if limit == target.budget else f"{target.words}; {gives}"
 
 
@@ -240,13 +240,20 @@ def _require_room(chooser: Chooser, budget: int, name: str) -> None:
     if need > budget:
         fixed = chooser.estimator.fixed
         raise UserError(
-            f"a budget of {_rounded_up(budget)} is too small for {name}: model and adapter alone take "
+            f"a budget of {_as_given(budget)} is too small for {name}: model and adapter alone take "
             f"{_rounded_up(fixed)}, and rows of 128 tokens need {_rounded_up(need)}"
         )
 
 
 def _rounded_up(size: int) -> str:
+    """What is needed, as a budget that is enough."""
     return f"{-(-size // (GB // 10)) / 10:.1f}GB" if size >= GB else f"{-(-size // 10**6)}MB"
+
+
+def _as_given(size: int) -> str:
+    """A budget as it may have been written."""
+    unit, name = next(((n, name) for n, name in ((GB, "GB"), (10**6, "MB"), (1000, "KB")) if size >= n), (1, "B"))
+    return f"{size / unit:.4g}{name}"
 
 
 def _length(recipe: "Recipe | None", seq: int | None, shape: Model) -> int:
@@ -256,7 +263,7 @@ def _length(recipe: "Recipe | None", seq: int | None, shape: Model) -> int:
         raise UserError("give --seq, the tokens of a row: segtrain plan-segments --model DIR --seq 8192")
     if shape.positions and length > shape.positions:
         raise UserError(
-            f"rows of {length} tokens are longer than the model's {shape.positions} positions; "
+            f"rows of {counted(length, 'token')} are longer than the model's {counted(shape.positions, 'position')}; "
             f"use --seq (or data.max_seq_length) {shape.positions} at most"
         )
     return length

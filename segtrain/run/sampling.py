@@ -7,7 +7,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from segtrain.data.chat import ChatTemplate
 from segtrain.data.tokenizer import Codec
-from segtrain.errors import UserError, reason
+from segtrain.errors import UserError, counted, reason
 from segtrain.event import Sampled
 from segtrain.models.load import Loaded
 from segtrain.models.positions import learnt
@@ -45,8 +45,8 @@ def prompts(loaded: Loaded, recipe: Recipe) -> list[tuple[list[int], int]]:
         most = recipe.eval.max_tokens if table is None else min(recipe.eval.max_tokens, table - len(tokens))
         if most < 1:
             raise UserError(
-                f"eval.prompts: {prompt[:60]!r} has {len(tokens):,} tokens, which leaves no room for an answer in the "
-                f"{table:,} positions that this model has learnt; shorten it"
+                f"eval.prompts: {prompt[:60]!r} has {counted(len(tokens), 'token')}, which leaves no room for an "
+                f"answer in the {table:,} positions that this model has learnt; shorten it"
             )
         found.append((tokens, most))
     return found

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from segtrain.data import Data, open_data
 from segtrain.engine import objectives
-from segtrain.errors import UserError
+from segtrain.errors import UserError, counted
 from segtrain.event import DataRead, Evaluated, Event, Notice, RunEnded, RunStarted, TrainStep
 from segtrain.memory.backends import here
 from segtrain.memory.meter import Meter
@@ -213,8 +213,8 @@ class _Loop:
         if self._is_finished():
             self.logging = False  # the files stay as the run left them
             yield Notice(
-                f"this run has finished already ({self.state.step} steps): nothing to do; a higher train.steps makes "
-                "it longer (--set train.steps=N --resume)"
+                f"this run has finished already ({counted(self.state.step, 'step')}): nothing to do; a higher "
+                "train.steps makes it longer (--set train.steps=N --resume)"
             )
             return "done"
         stopped = yield from self._after_step(saved=True)

@@ -7,6 +7,7 @@ training losses do, with the scatter that single rows give them.
 import statistics
 from dataclasses import dataclass, field
 
+from segtrain.errors import counted
 from segtrain.recipe.schema import TrainRecipe
 
 ENDS = 20  # training losses that are kept of a run's beginning and of its end
@@ -61,7 +62,7 @@ def verdict(trend: Trend, steps: int, train: TrainRecipe) -> str | None:
         return None
     still = abs(before - after) < MOVED * abs(before)
     moved = "hardly moved" if still else "moved no more than it differs between rows"
-    return f"{what} {moved} in {steps:,} updates ({before:.4g} to {after:.4g}); {_too_little(steps, train)}"
+    return f"{what} {moved} in {counted(steps, 'update')} ({before:.4g} to {after:.4g}); {_too_little(steps, train)}"
 
 
 def _too_little(steps: int, train: TrainRecipe) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
+from segtrain.errors import counted
 from segtrain.terminal.console import line_width, make_console, write
 from segtrain.terminal.format import clean, paragraph, wrapped
 from segtrain.terminal.table import table_lines
@@ -20,5 +21,6 @@ def print_evaluation(report: Mapping[str, Any], *, console: Console | None = Non
     for text in report["notices"]:
         write(console, *paragraph("note: ", text, width))
     write(console, *table_lines(columns, rows, width))
-    pieces = [f"{report['rows']:,} rows of {clean(report['data'])}", f"{report['tokens']:,} tokens scored"]
+    rows_of = f"{counted(report['rows'], 'row')} of {clean(report['data'])}"
+    pieces = [rows_of, f"{counted(report['tokens'], 'token')} scored"]
     write(console, "", *wrapped("over", pieces, width), *wrapped("adapter", [clean(report["adapter"])], width))

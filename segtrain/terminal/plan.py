@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from segtrain.errors import counted
 from segtrain.terminal.format import count, gib, value
 
 _SETTINGS = {"keep": "keep_layers", "boundaries": "boundaries kept", "mlp_rows": "MLP rows at a time"}
@@ -31,7 +32,7 @@ def plan_pieces(plan: Mapping[str, Any]) -> list[str]:
     if (budget := plan.get("budget_gib")) is not None:
         pieces.append(f"budget {gib(float(budget))}")
     if (tokens := plan.get("row_tokens")) is not None:
-        pieces.append(f"longest row {count(tokens)} tokens")
+        pieces.append(f"longest row {counted(tokens, 'token')}")
     if (together := plan.get("rows_together", 1)) > 1:
         pieces.append(f"{count(together)} rows together")
     return pieces

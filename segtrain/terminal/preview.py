@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from segtrain.errors import counted
 from segtrain.terminal.console import line_width, make_console, unicode_bars, write
 from segtrain.terminal.format import clean, count, gib, label, paragraph, wrapped
 from segtrain.terminal.plan import settings
@@ -41,7 +42,7 @@ def print_preview(preview: Any, *, console: Console | None = None) -> None:
 def _head(preview: Any, width: int) -> list[str]:
     pieces = [clean(preview.model)]
     if (seq := preview.seq) is not None:
-        pieces.append(f"{count(seq)} tokens a row")
+        pieces.append(f"{counted(seq, 'token')} a row")
     if (budget := preview.budget_gib) is not None:
         pieces.append(f"budget {gib(budget)}")
     planned = wrapped("planned for", [clean(preview.planned_for)], width) if preview.planned_for else []
@@ -144,7 +145,7 @@ def _own_rows(preview: Any, width: int) -> list[str]:
     """The data set's own row lengths, and remarks."""
     lines = []
     for row in preview.lengths:
-        pieces = [f"{clean(row['name'])} row, {count(row['tokens'])} tokens"]
+        pieces = [f"{clean(row['name'])} row, {counted(row['tokens'], 'token')}"]
         peak = row.get("peak_gib")
         pieces.append("doesn't fit" if peak is None else f"peak {gib(peak)}")
         lines += wrapped("data", pieces, width)

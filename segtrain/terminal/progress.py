@@ -16,6 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from segtrain.errors import counted
 from segtrain.event import (
     DataRead,
     Evaluated,
@@ -304,11 +305,12 @@ def _started(event: RunStarted, width: int) -> list[Text]:
     sizes = f"{compact(event.trainable_parameters)} of {compact(event.total_parameters)} parameters"
     pieces = [
         clean(event.model),
-        f"({clean(event.model_type)}, {event.layers} layers)",
+        f"({clean(event.model_type)}, {counted(event.layers, 'layer')})",
         f"training {sizes} ({share:.2g} %)",
     ]
     left = event.first_step < event.steps
-    steps = f"steps {event.first_step + 1:,} to {event.steps:,}" if left else f"all {event.steps:,} steps done"
+    done = f"{counted(event.first_step, 'step')} done"
+    steps = f"steps {event.first_step + 1:,} to {event.steps:,}" if left else done
     head = wrapped(event.command, pieces, width)
     return [
         *_styled(head, "bold", len(event.command)),
@@ -318,9 +320,8 @@ def _started(event: RunStarted, width: int) -> list[Text]:
 
 def _evaluated(event: Evaluated) -> Text:
     extra = "".join(f"  {name} {number}" for name, number in _metrics(event.metrics))
-    text = (
-        f"eval step {event.step}: loss {event.loss:.4f}{extra}  over {event.rows:,} rows in {duration(event.seconds)}"
-    )
+    over = f"over {counted(event.rows, 'row')} in {duration(event.seconds)}"
+    text = f"eval step {event.step}: loss {event.loss:.4f}{extra}  {over}"
     remark = "  (best so far)" if event.best else "" if event.step else "  (before training)"
     return Text(text + remark, "green" if event.best else "")
 
@@ -332,12 +333,14 @@ def _sampled(event: Sampled, width: int) -> list[Text]:
 
 def _ended(event: RunEnded, run: _Run, width: int) -> list[Text]:
     if run.last is None:
-        pieces = ["nothing was trained", f"step {event.step:,} of {run.steps:,}"]
+        far = f"step {event.step:,} of {run.steps:,}"
+        pieces = ["nothing was trained", far if event.step < run.steps else f"{counted(event.step, 'step')} done"]
     else:
         whole = f", {event.step:,} in all" if event.first_step else ""
-        pieces = [f"{event.step - event.first_step:,} steps in {duration(event.seconds)}{whole}"]
+        pieces = [f"{counted(event.step - event.first_step, 'step')} in {duration(event.seconds)}{whole}"]
     if run.last is not None and run.first_loss is not None:
-        updates = f"mean of the last {len(run.losses)} updates" if len(run.losses) > 1 else "one update"
+        several = f"mean of the last {counted(len(run.losses), 'update')}"
+        updates = several if len(run.losses) > 1 else "one update"
         pieces.append(f"loss {run.first_loss:.4f} to {_mean(list(run.losses)):.4f} ({updates})")
         pieces.append(f"{run.tokens / max(run.step_seconds, 1e-9):,.0f} tok/s")
         predicted = "" if run.predicted_gib is None else f" (predicted {gib(run.predicted_gib)})"

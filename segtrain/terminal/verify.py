@@ -5,6 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from segtrain.errors import counted
 from segtrain.terminal.console import line_width, make_console, write
 from segtrain.terminal.format import clean, count, listed, wrapped
 from segtrain.terminal.table import table_lines
@@ -24,11 +25,11 @@ def print_verify(report: Any, *, console: Console | None = None, rows: int = ROW
     columns = [("module", "left"), ("relative error", "right"), ("", "left")]
     write(console, *table_lines(columns, _rows(errors[:rows], tolerance), line_width(console)))
     if len(errors) > rows:
-        write(console, f"... and {len(errors) - rows} modules with smaller errors")
+        write(console, f"... and {counted(len(errors) - rows, 'module')} with smaller errors")
     failed = sum(not error <= tolerance for _, error in errors)
     verdict = "PASS" if passed else "FAIL"
     worst = f"worst {errors[0][1]:.2e}, tolerance {tolerance:.0e}" if errors else "no module was compared"
-    text = Text(f"{verdict}: {len(errors)} modules, {failed} above tolerance; {worst}")
+    text = Text(f"{verdict}: {counted(len(errors), 'module')}, {failed} above tolerance; {worst}")
     text.stylize("bold green" if passed else "bold red", 0, len(verdict))
     measured = {key: getattr(report, key) for key in ("loss_error", "tokens", "segment_size", "row")}
     write(console, "", text, *wrapped("on", listed(measured), line_width(console)), *_long(report))
