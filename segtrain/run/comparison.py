@@ -11,7 +11,7 @@ from segtrain.data.rows import Row
 from segtrain.engine import objectives
 from segtrain.engine.layouts import CHOSEN, RESPONSE
 from segtrain.engine.objectives import Objective
-from segtrain.errors import UserError
+from segtrain.errors import UserError, counted
 from segtrain.memory.meter import Meter
 from segtrain.models.load import load
 from segtrain.recipe.schema import Recipe
@@ -36,7 +36,7 @@ def compared(run: Path, recipe: Recipe, params: Mapping[str, mx.array], result: 
         after = mean_loss(_session(recipe.model_copy(update={"model": str(result)}), objective), rows)
     except (UserError, KeyError) as error:
         return f"the loss before and after quantising could not be measured: {error}; compare it before you rely on it"
-    return said(base, before, after, f"{len(rows)} {kind} rows")
+    return said(base, before, after, counted(len(rows), f"{kind} row"))
 
 
 def said(base: float, before: float, after: float, rows: str) -> str:

@@ -57,16 +57,17 @@ def explained(rows: Sequence[Row]) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         where = " with ".join(filter(None, [str(rows[-1].origin), f"{len(rows) - 1} more" if len(rows) > 1 else ""]))
+        size = counted(sum(map(len, rows)), "token")
         if is_out_of_memory(error):
             raise RunFailed(
-                f"out of memory on {where} ({counted(sum(map(len, rows)), 'token')}): {error}; lower data.max_seq_length or "
+                f"out of memory on {where} ({size}): {error}; lower data.max_seq_length or "
                 "engine.memory_budget; `segtrain plan-segments` shows what would fit"
             ) from error
         if is_watchdog(error):
             raise RunFailed(
                 f"the system ended a computation of the GPU that kept the display waiting, on {where} "
-                f"({counted(sum(map(len, rows)), 'token')}): {reason(error)}. Let the display sleep, keep the machine awake "
-                "with `caffeinate -s segtrain ...`, and go on with --resume; shorter rows (data.max_seq_length) help too"
+                f"({size}): {reason(error)}. Let the display sleep, keep the machine awake with "
+                "`caffeinate -s segtrain ...`, and go on with --resume; shorter rows (data.max_seq_length) help too"
             ) from error
         raise
 
