@@ -392,7 +392,10 @@ def evaluate(
     data: Annotated[
         str | None, typer.Option("--data", help="A file or directory of rows, instead of the recipe's data.test.")
     ] = None,
-    base: Annotated[bool, typer.Option("--base", help="Beside it, the model without the adapter.")] = False,
+    base: Annotated[
+        bool,
+        typer.Option("--base", help="Beside it, the model without it, and with lora.init_from's."),
+    ] = False,
     last: Annotated[bool, typer.Option("--last", help="The last adapter, not the best one.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Debug = False,

@@ -436,6 +436,21 @@ def test_a_run_goes_on_from_a_dora_adapter_and_from_no_other_kind(folder: Path, 
         open_session(plain, objectives.sft, load(own.model))
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_run_with_lora_plus_resumes_exactly_and_differs(folder: Path, tmp_path: Path, kind: str):
+    def own(name: str, ratio: float) -> Recipe:
+        return recipe(folder, lora={"kind": kind, "plus_ratio": ratio}, output__dir=str(tmp_path / name))
+
+    for name, ratio in (("plain", 1.0), ("whole", 4.0)):
+        list(Trainer(own(name, ratio)).events())
+    events = Trainer(own("parts", 4.0)).events()
+    next(event for event in events if isinstance(event, TrainStep) and event.step == 3)
+    events.close()  # type: ignore[attr-defined]
+    list(Trainer(own("parts", 4.0), resume=True).events())
+    assert tiny_run.result(tmp_path / "whole") == tiny_run.result(tmp_path / "parts")
+    assert tiny_run.result(tmp_path / "whole")[0] != tiny_run.result(tmp_path / "plain")[0]
+
+
 def test_verify_compares_it_with_plain_autodiff(folder: Path):
     report = verify_gradients(recipe(folder))
     assert report.passed

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 import tiny_run
+from processes import ended, start_ranks
 
 from segtrain import cli
 from segtrain.recipe.schema import load_recipe
@@ -85,6 +86,41 @@ def test_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert adapter["accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 6)
     assert (base["rewards_margins"], base["loss"]) == pytest.approx((0.0, math.log(2)), abs=1e-5)
     assert adapter["loss"] < base["loss"]
+
+
+@pytest.mark.parametrize("loss", ["dpo", "simpo"])
+def test_beside_the_model_that_the_run_began_with(
+    loss: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = trained(tmp_path, "orpo", train__steps=2)
+    test = tiny_run.preferences(tmp_path / "test.jsonl", 6, seed=5)
+    run = trained(tmp_path, loss, lora={"rank": 2, "init_from": str(first)})
+    found = evaluated(capsys, str(run), "--data", str(test), "--base")["models"]
+    before = evaluated(capsys, str(first), "--data", str(test), "--base")["models"]
+    assert list(found) == ["adapter", "start", "base"]
+    for name in ("perplexity", "chosen_likelier", "chosen_lead"):
+        assert found["start"][name] == pytest.approx(before["adapter"][name], rel=1e-4, abs=1e-5)
+        assert found["base"][name] == pytest.approx(before["base"][name], rel=1e-4, abs=1e-5)
+    assert found["start"]["perplexity"] != pytest.approx(found["base"]["perplexity"], rel=1e-3)
+    if loss == "dpo":
+        assert found["start"]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+        assert found["start"]["rewards_margins"] == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["sft", "dpo"])
+def test_ranks_share_the_rows_and_find_the_same(loss: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained(tmp_path, loss, train__steps=2)
+    make = tiny_run.preferences if loss == "dpo" else tiny_run.completions
+    arguments = [str(run), "--data", str(make(tmp_path / "test.jsonl", 3, seed=5)), "--base"]
+    expected = evaluated(capsys, *arguments)
+    for size in (2, 4):  # the last one of 4 gets no row
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        ranks = start_ranks(["eval", *arguments, "--json"], folder, size)
+        assert [ended(rank) for rank in ranks] == [0] * size
+        (line,) = [text for text in (folder / "rank-0.log").read_text().splitlines() if text.startswith("{")]
+        assert json.loads(line) == expected
+        assert not any("models" in (folder / f"rank-{rank}.log").read_text() for rank in range(1, size))
 
 
 def test_the_table_and_the_last_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,29 @@ def test_every_update_of_a_run_has_a_positive_rate(schedule: str, total: int, wa
 # --- updates ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_b_learns_at_the_ratio_times_the_rate(kind: str, compiled: bool) -> None:
+    """Each side against an optimiser of its own at its own rate."""
+    rates = {"lora_a": 1e-3, "lora_b": 16e-3}
+    start = {"x.lora_a": arrays(0)["layers.0.q.lora_a"], "x.lora_b": arrays(0)["layers.0.q.lora_b"], "x.m": mx.ones(5)}
+
+    def train(rate: float, **options: Any) -> dict[str, mx.array]:
+        values = dict(start)
+        chosen = Optimizer(
+            TrainRecipe(optimizer=kind, learning_rate=rate, lr_schedule="linear"), 10, compiled=compiled, **options
+        )
+        for step in range(3):
+            values = dict(chosen.update(values, {n: mx.cos(v * (step + 1)) for n, v in start.items()}))
+        return values
+
+    found = train(rates["lora_a"], plus_ratio=16.0)
+    for name, value in found.items():
+        expected = train(rates.get(name.rpartition(".")[2], rates["lora_a"]))[name]
+        np.testing.assert_allclose(np.array(value), np.array(expected), rtol=1e-4, atol=1e-5)
+    assert not mx.allclose(found["x.lora_b"], train(rates["lora_a"])["x.lora_b"], atol=1e-3)
+
+
 def test_adamw_is_the_papers_formula() -> None:
     """Loshchilov and Hutter, algorithm 2, in NumPy float64; three updates."""
     params = arrays(0)

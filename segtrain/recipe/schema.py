@@ -159,6 +159,7 @@ class LoraRecipe(Section):
     scale: float | None = Field(default=None, gt=0)
     rslora: bool = False
     dropout: float = Field(default=0.0, ge=0, lt=1)
+    plus_ratio: float = Field(default=1.0, gt=0)  # LoRA+: B's learning rate over A's
     targets: Annotated[str | tuple[str, ...], BeforeValidator(lambda value: _targets(value))] = ALL_LINEAR
     layers: Any = "all"  # "all", N (the last N) or (lo, hi): layers lo..hi-1
     init_from: Annotated[str, AfterValidator(os.path.expanduser)] | None = Field(default=None, min_length=1)

@@ -1,4 +1,4 @@
-"""Evaluation of a run's adapter on rows that were not trained on, beside the model without it.
+"""Evaluation of a run's adapter on rows that were not trained on, beside the models that it is to be better than.
 
 A row at a time, by the planner's choice for its length, so memory is that of the longest row without backward; ranks
 share the rows. The loss is the run's own. What compares any two models on any loss: perplexity, and for pairs how often
@@ -6,8 +6,8 @@ and by how much the chosen response is likelier per token.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ import mlx.core as mx
 from segtrain.data.dataset import open_fixed
 from segtrain.engine import objectives
 from segtrain.engine.backward import reference_sums
-from segtrain.engine.layouts import CHOSEN, REJECTED, RESPONSE
+from segtrain.engine.layouts import CHOSEN, REJECTED, RESPONSE, Layout
 from segtrain.engine.objectives import LossValue, Objective, Scores
 from segtrain.errors import UserError
 from segtrain.lora import adapters
@@ -32,12 +32,13 @@ from segtrain.storage import checkpoint
 from segtrain.storage.run_directory import best
 
 Progress = Callable[[int, int | None], None]
+ADAPTER, START, BASE = "adapter", "start", "base"
 LIKELIER, LEAD = "chosen_likelier", "chosen_lead"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`models`: figures by name, for the adapter and, where it was asked for, the base model."""
+    """`models`: figures by name: `adapter`; where they were asked for, `start` (what it began with) and `base`."""
 
     run: str
     command: str
@@ -64,31 +65,41 @@ def evaluate(run: Path, recipe: Recipe, *, base: bool, last: bool, progress: Pro
     session = open_session(recipe, objective, loaded)
     _require_fit(adapter, params, session)
     session.lora.set(params)
-    sums = [_Sums(objective) for _ in range(1 + base)]
+    sums = {name: _Sums(objective) for name in _compared(session, base)}
     planner = Planner(session, Meter(), sharing=ranks.local)
     for number in range(ranks.rank, len(rows), ranks.size):
         layout = session.layout(rows[number])
-        for one, (scores, value) in zip(sums, _scored(session, planner, layout, base), strict=True):
-            one.add(scores, value)
+        for name, scores in _scored(session, planner, layout, sums):
+            sums[name].add(scores, objective.loss(scores))
         progress(number + 1, len(rows))
-    for one in sums:
+    for one in sums.values():
         one.exchange(ranks)
     ranks.leave()
-    models = {name: one.figures() for name, one in zip(("adapter", "base"), sums, strict=False)}
+    models = {name: one.figures() for name, one in sums.items()}
     data = ", ".join(source.path for source in recipe.data.test) or "test rows beside data.train"
-    tokens = round(sums[0].totals["tokens"])
+    tokens = round(sums[ADAPTER].totals["tokens"])
     found = Evaluation(str(run), command, str(adapter), data, len(rows), tokens, models, notices)
     return found if ranks.writes else None
 
 
-def _scored(session: Session, planner: Planner, layout: Any, base: bool) -> Iterator[tuple[Scores, LossValue]]:
-    """Scores and loss of one row, with the adapter and then (if `base`) without it."""
-    backward = planner.backward(layout)
+def _compared(session: Session, base: bool) -> list[str]:
+    """Names of the models: the adapter; with `base`, the one that `lora.init_from` gave, and none."""
+    begun = [START] if session.lora.start is not None else []
+    return [ADAPTER, *begun, BASE] if base else [ADAPTER]
+
+
+def _scored(session: Session, planner: Planner, layout: Layout, names: Iterable[str]) -> Iterator[tuple[str, Scores]]:
+    """Each model's scores of one row."""
+    lora, backward = session.lora, planner.backward(layout)
+    models: dict[str, Callable[[], AbstractContextManager[None]]] = {
+        ADAPTER: nullcontext,
+        START: lora.as_at_start,
+        BASE: lora.disabled,
+    }
     reference = reference_sums(backward, layout)
-    for context in (nullcontext(), session.lora.disabled())[: 1 + base]:
-        with context:
-            scores = replace(backward.score(layout), reference=reference)
-        yield scores, session.objective.loss(scores)
+    for name in names:
+        with models[name]():
+            yield name, replace(backward.score(layout), reference=reference)
 
 
 @dataclass

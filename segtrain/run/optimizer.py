@@ -32,17 +32,18 @@ FLAT = "flat"  # the name of the one array that elementwise optimisers work on
 class Optimizer:
     """The optimiser that `train` names, with a schedule over `total_steps` updates.
 
-    `step` counts the updates done or skipped. `compiled`: an update is one graph (None: on a GPU only). Raises
+    `step` counts the updates done or skipped. `plus_ratio`: LoRA's B learns at so many times the learning rate (LoRA+,
+    Hayou et al. 2024, arXiv:2402.12354). `compiled`: an update is one graph (None: on a GPU only). Raises
     UserError for an option that the optimiser doesn't have.
     """
 
-    def __init__(self, train: TrainRecipe, total_steps: int, *, compiled: bool | None = None):
+    def __init__(self, train: TrainRecipe, total_steps: int, *, plus_ratio: float = 1.0, compiled: bool | None = None):
         if total_steps < 1:
             raise UserError(
                 f"a run needs at least 1 optimiser update, not {total_steps}; give more rows or train.steps"
             )
         self.train = train
-        self.total_steps = total_steps
+        self.total_steps, self.plus_ratio = total_steps, plus_ratio
         self.step = self._since = 0
         self._inner = _make(train)
         self._elementwise = train.optimizer in ELEMENTWISE
@@ -82,6 +83,8 @@ class Optimizer:
         flatten = self._layout.flatten
         new = self._apply(self._unit(flatten(params)), self._unit(flatten(grads)), mx.array(factor, mx.float32))
         flat = FlatArrays(self._layout, new[FLAT]) if self._elementwise else flatten(new)
+        if self.plus_ratio != 1:
+            flat = self._further(params, flat)
         mx.eval(flat.array, self._inner.state)
         self.step += 1
         return flat
@@ -94,6 +97,14 @@ class Optimizer:
         scaled = {name: (grads[name] * factor).astype(value.dtype) for name, value in params.items()}
         new: Arrays = self._inner.apply_gradients(scaled, params)
         return new
+
+    def _further(self, before: Mapping[str, mx.array], after: FlatArrays) -> FlatArrays:
+        """B moved `plus_ratio` times as far: every optimiser here moves in proportion to its learning rate."""
+
+        def moved(name: str, new: mx.array) -> mx.array:
+            return before[name] + self.plus_ratio * (new - before[name]) if name.endswith("lora_b") else new
+
+        return self._layout.flatten({name: moved(name, new) for name, new in after.items()})
 
     def state_dict(self) -> Arrays:
         """The state as `<parameter name>.<slot>`, and `step`; enough for `load_state_dict` to go on to the bit."""

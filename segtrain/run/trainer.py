@@ -114,7 +114,7 @@ class _Loop:
         self.ranks, self.stop, self.run, self.session, self.data = ranks, stop, run, session, data
         self.state = RunState()
         self.steps = total_steps(self.recipe, data, ranks.size)
-        optimizer = Optimizer(self.recipe.train, self.steps)
+        optimizer = Optimizer(self.recipe.train, self.steps, plus_ratio=self.recipe.lora.plus_ratio)
         self.meter = Meter(run.append_memory if run else None)
         self.planner = Planner(session, self.meter, sharing=ranks.local)
         passes = Passes(session, self.planner.backward, self.planner.cut)
