@@ -131,8 +131,11 @@ def root(context: typer.Context, debug: Debug = False, version: Version = False)
     return DONE
 
 
-def _training_command(name: str, text: str, *examples: str) -> None:
-    """Add the command that trains with the loss `name`; `text` is its help, with a short sentence first."""
+def _training_command(name: str, text: str, setting: str) -> None:
+    """Add the command that trains with the loss `name`; `text` is its help, with a short sentence first.
+
+    `setting`: one that its examples change.
+    """
 
     def command(
         recipe: RecipeFile = None,
@@ -146,7 +149,8 @@ def _training_command(name: str, text: str, *examples: str) -> None:
         flags = {"resume": resume, "dry_run": dry_run, "overwrite": overwrite, "force": force}
         return _train(name, _load(recipe, set_, name), **flags)
 
-    lines = "".join(f"\n  segtrain {example}" for example in examples)
+    uses = ("recipe.yaml", "recipe.yaml --resume", f"recipe.yaml --set {setting}")
+    lines = "".join(f"\n  segtrain {line}" for line in (f"init --loss {name}", *(f"{name} {use}" for use in uses)))
     app.command(name=name, help=text, epilog=f"\b\nExamples:{lines}")(command)
 
 
@@ -154,41 +158,31 @@ _training_command(
     "sft",
     "Supervised fine-tuning on chats, completions or texts.\n\nThe adapter goes to output.dir and loads in mlx_lm "
     "(generate, fuse, server) as it is. Ctrl-C saves a checkpoint before it ends the run.",
-    "sft recipe.yaml",
-    "sft recipe.yaml --resume",
-    "sft recipe.yaml --set train.steps=50",
+    "train.steps=50",
 )
 _training_command(
     "orpo",
     "Preference fine-tuning (ORPO) on chosen and rejected.\n\nLearns to prefer the chosen answer, without a reference "
     "model. The prompt that both answers share is computed once (engine.prefix_sharing).",
-    "init --loss orpo",
-    "orpo recipe.yaml",
-    "orpo recipe.yaml --set orpo.beta=0.2",
+    "orpo.beta=0.2",
 )
 _training_command(
     "simpo",
     "Preference fine-tuning by mean log-probs (SimPO).\n\nThe chosen answer is to be likelier per token than the "
     "rejected one, by a margin (simpo.gamma). No reference model.",
-    "init --loss simpo",
-    "simpo recipe.yaml",
-    "simpo recipe.yaml --set simpo.gamma=1.0",
+    "simpo.gamma=1.0",
 )
 _training_command(
     "cpo",
     "Preference fine-tuning by log-probs and likelihood (CPO).\n\nThe chosen answer is to be likelier than the "
     "rejected one, and is imitated as well (cpo.alpha). No reference model.",
-    "init --loss cpo",
-    "cpo recipe.yaml",
-    "cpo recipe.yaml --set cpo.alpha=0.5",
+    "cpo.alpha=0.5",
 )
 _training_command(
     "dpo",
     "Preference fine-tuning by log-ratios to the start (DPO).\n\nThe chosen answer is to gain on the rejected one, "
     "beside the model as it was at the start. dpo.reference: cached computes that one once a row.",
-    "init --loss dpo",
-    "dpo recipe.yaml",
-    "dpo recipe.yaml --set dpo.reference=cached",
+    "dpo.reference=cached",
 )
 
 

@@ -30,9 +30,10 @@ def log_sigmoid(x: float) -> float:
     return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
 
 
-def naive_simpo(sums: Sums, reference: Sums, beta: float, gamma: float) -> float:
-    """Equation 6 of the paper."""
-    return -log_sigmoid(beta / COUNTS[CHOSEN] * sums[CHOSEN] - beta / COUNTS[REJECTED] * sums[REJECTED] - gamma)
+def naive_simpo(sums: Sums, reference: Sums, beta: float, gamma: float, smoothing: float = 0.0) -> float:
+    """Equation 6 of the paper, with TRL's smoothing."""
+    margin = beta / COUNTS[CHOSEN] * sums[CHOSEN] - beta / COUNTS[REJECTED] * sums[REJECTED] - gamma
+    return -(1 - smoothing) * log_sigmoid(margin) - smoothing * log_sigmoid(-margin)
 
 
 def naive_cpo(sums: Sums, reference: Sums, beta: float, alpha: float, smoothing: float) -> float:
@@ -61,6 +62,7 @@ def naive_hinge(sums: Sums, reference: Sums, beta: float) -> float:
 
 CASES: dict[str, tuple[Objective, Callable[[Sums, Sums], float]]] = {
     "simpo": (simpo(2.5, 1.1), lambda sums, reference: naive_simpo(sums, reference, 2.5, 1.1)),
+    "simpo, smoothed": (simpo(2.5, 1.1, 0.2), lambda sums, reference: naive_simpo(sums, reference, 2.5, 1.1, 0.2)),
     "cpo": (cpo(0.3, 0.7), lambda sums, reference: naive_cpo(sums, reference, 0.3, 0.7, 0.0)),
     "cpo, smoothed": (cpo(0.3, 0.7, 0.2), lambda sums, reference: naive_cpo(sums, reference, 0.3, 0.7, 0.2)),
     "dpo": (dpo(0.4), lambda sums, reference: naive_dpo(sums, reference, 0.4, 0.0)),
@@ -147,7 +149,7 @@ def label_logps(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
 def trl_simpo(chosen: np.ndarray, rejected: np.ndarray, reference: list[np.ndarray]) -> float:
     """`loss_type: simpo` with `cpo_alpha: 0`: means of log-probs, gamma in units of beta."""
     logits = (chosen.mean() - rejected.mean()) - 1.1 / 2.5
-    return -log_sigmoid(2.5 * logits)
+    return -log_sigmoid(2.5 * logits) * (1 - 0.2) - log_sigmoid(-2.5 * logits) * 0.2
 
 
 def trl_cpo(chosen: np.ndarray, rejected: np.ndarray, reference: list[np.ndarray]) -> float:
@@ -174,7 +176,13 @@ def trl_hinge(chosen: np.ndarray, rejected: np.ndarray, reference: list[np.ndarr
     return max(0.0, 1 - 0.4 * logits)
 
 
-TRL = {"simpo": trl_simpo, "cpo, smoothed": trl_cpo, "dpo, smoothed": trl_dpo, "ipo": trl_ipo, "hinge": trl_hinge}
+TRL = {
+    "simpo, smoothed": trl_simpo,
+    "cpo, smoothed": trl_cpo,
+    "dpo, smoothed": trl_dpo,
+    "ipo": trl_ipo,
+    "hinge": trl_hinge,
+}
 
 
 def drawn(seed: int) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:

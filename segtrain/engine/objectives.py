@@ -140,15 +140,15 @@ def smoothed(margin: mx.array, smoothing: float) -> mx.array:
     return (1 - smoothing) * softplus(-margin) + smoothing * softplus(margin)
 
 
-def simpo(beta: float = 2.0, gamma: float = 0.5) -> Objective:
+def simpo(beta: float = 2.0, gamma: float = 0.5, label_smoothing: float = 0.0) -> Objective:
     """SimPO (Meng et al. 2024, arXiv:2405.14734): the reward is beta times the mean log-prob.
 
-    L = -log sigmoid(reward of chosen - reward of rejected - gamma).
+    L = -log sigmoid(reward of chosen - reward of rejected - gamma); smoothed with gamma in the margin, as in TRL.
     """
 
     def loss(scores: Scores) -> LossValue:
         chosen, rejected = (beta * scores.sums[name] / scores.counts[name] for name in (CHOSEN, REJECTED))
-        return _rewarded(lambda margin: softplus(gamma - margin), scores, chosen, rejected)
+        return _rewarded(lambda margin: smoothed(margin - gamma, label_smoothing), scores, chosen, rejected)
 
     return Objective("simpo", loss, REWARDS, pairs=True)
 

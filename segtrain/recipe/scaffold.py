@@ -50,6 +50,7 @@ orpo:
 simpo:
   beta: 2.0                      # weight of the mean log-probs; larger: less is learnt of pairs that are right already
   gamma: 0.5                     # how far chosen should lead before a pair counts as learnt, in beta's unit
+  label_smoothing: 0.0           # the share of pairs that may be labelled the wrong way round
 
 """,
     "cpo": """\

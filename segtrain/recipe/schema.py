@@ -266,6 +266,7 @@ class SimpoRecipe(LossRecipe):
 
     beta: float = Field(default=2.0, gt=0)
     gamma: float = Field(default=0.5, ge=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
 
 
 class CpoRecipe(LossRecipe):
