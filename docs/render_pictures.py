@@ -40,7 +40,7 @@ STYLES = {
     r"saved .*": "dim",
     r"note\b": "yellow",
 }
-SIZES = {"wide": (1240, 1500), "narrow": (560, 1500)}
+SIZE = 1240, 1445  # of a screenshot, pixels
 QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "COLUMNS": str(WIDTH)}
 
 
@@ -118,7 +118,7 @@ def photograph() -> None:
 
 def _shot(page: Path, out: Path, scheme: str) -> None:
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
-    width, height = SIZES["wide"]
+    width, height = SIZE
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
     options += [f"--window-size={width},{height}", f"--blink-settings=preferredColorScheme={scheme}"]
     with tempfile.TemporaryDirectory() as folder:

@@ -269,6 +269,14 @@ def gpus_table() -> str | None:
     return markdown(["two H200 of one host, NCCL", "measured"], rows)
 
 
+def few_table() -> str:
+    """Held-out loss by epoch of a training on few rows, a line a rate: the newest of each."""
+    newest = {line["rate"]: line["losses"] for line in read(RESULTS / "few_rows.jsonl")}
+    epochs = sorted({int(epoch) for losses in newest.values() for epoch in losses})
+    rows = [[rate, *(f"{losses.get(str(epoch), 0):.2f}" for epoch in epochs)] for rate, losses in newest.items()]
+    return markdown(["rate", *(f"epoch {epoch}" if epoch else "before" for epoch in epochs)], rows)
+
+
 RECURRENCES = {
     "gated_delta": "gated delta rule",
     "kimi": "the same, a decay a channel (Kimi)",
@@ -301,6 +309,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "cpu": cpu_table,
     "rows": rows_table,
     "prefix": prefix_table,
+    "few": few_table,
     "user": user_table,
     "users": users_table,
     "floor": floor_table,
