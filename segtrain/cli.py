@@ -231,6 +231,8 @@ def plan_segments(
     from segtrain.run.preview import preview
 
     prepare(os.environ, longest=seq or (loaded.data.max_seq_length if loaded else 0))  # as a training run does
+    if measure and model is None:
+        _announce(loaded)
     found = preview(loaded, model=model, seq=seq, budget=budget, device=device, measure=measure)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
@@ -290,6 +292,7 @@ def verify_grads(recipe: RecipeFile = None, set_: Set = None, debug: Debug = Fal
     from segtrain.run.verify import verify_gradients
     from segtrain.terminal.progress import print_verify
 
+    _announce(loaded)
     report = verify_gradients(loaded)
     print_verify(report)
     return DONE if report.passed else FAILED
@@ -358,6 +361,7 @@ def _export(run: Path, out: Path, format_: ExportFormat, model: str | None, only
     prepare(os.environ, longest=recipe.data.max_seq_length if recipe else 0, exact=True)
     from segtrain.run import elsewhere, merging
 
+    _announce(recipe if model is None else None)
     if format_ is ExportFormat.gguf:
         return elsewhere.export_gguf(run, out, model=model)
     writers: dict[ExportFormat, Callable[..., list[str]]] = {
@@ -408,6 +412,7 @@ def evaluate(
     from segtrain.terminal.counter import counter
     from segtrain.terminal.progress import print_evaluation
 
+    _announce(recipe)
     with counter("rows") as count:
         found = measure(run, recipe, base=base, last=last, progress=count)
     if found and as_json:
@@ -590,6 +595,14 @@ def _prepare(*, longest: int = 0, exact: bool = False) -> None:
     from segtrain.run.environment import prepare
 
     prepare(os.environ, longest=longest, exact=exact)
+
+
+def _announce(recipe: "Recipe | None") -> None:
+    """Say that the recipe's model is quantised first, if so."""
+    from segtrain.run.base import pending
+
+    if recipe and (text := pending(recipe)):
+        typer.echo(f"note: {text}", err=True)
 
 
 def _config(model: str) -> dict[str, Any]:

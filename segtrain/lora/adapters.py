@@ -30,12 +30,14 @@ def mlx_config(
     scale: float,
     dropout: float,
     model_type: str = "",
+    made_from: str | None = None,
 ) -> dict[str, Any]:
     """`adapter_config.json` for `mlx_lm.load(model, adapter_path=...)`, `mlx_lm fuse` and the server.
 
     mlx-lm wraps the last `num_layers` layers and in each the modules at `keys`, paths within a layer. Where that is
     more than was trained (a range of layers that stops before the last), the others keep B = 0 and do nothing. Our own
-    `segtrain` entry, which mlx-lm ignores, holds what a conversion to PEFT needs.
+    `segtrain` entry, which mlx-lm ignores, holds what a conversion to PEFT needs. `made_from`: where `model` is a
+    quantised copy, the model that it was made of.
     """
     return {
         "fine_tune_type": lora.kind,
@@ -47,6 +49,7 @@ def mlx_config(
             "model_type": model_type,
             "layers_total": layers_total,
             "use_rslora": lora.rslora,
+            **({"made_from": made_from} if made_from else {}),
         },
     }
 

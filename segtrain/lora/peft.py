@@ -137,6 +137,7 @@ def to_peft(params: Arrays, config: Mapping[str, Any]) -> tuple[Arrays, dict[str
             weights[f"{base}.{hf_path}.{key}"] = mx.contiguous(matrix)
             modules.setdefault(hf_path, set()).add(int(match["layer"]))
     mx.eval(weights)
+    model = config.get("segtrain", {}).get("made_from") or model  # PEFT loads the original, not its quantised copy
     return weights, _peft_config(config, model, family, modules), _notices(model, model_type)
 
 

@@ -27,6 +27,7 @@ from segtrain.memory.doors import Seen, doors
 from segtrain.memory.graph import Graph, trace, trace_vjp
 from segtrain.memory.meter import frozen_bytes
 from segtrain.memory.shapes import Layer, Line, Linear, Model, Pass
+from segtrain.models import quantise
 from segtrain.models.alike import LAYER_NUMBERS, as_function
 from segtrain.models.capture import intercept, leaves
 from segtrain.models.stack import LayerStack, Tape
@@ -72,6 +73,16 @@ def of_config(
 ) -> Model:
     """The shapes of the model that `config` describes: see `unread` and `read`."""
     return read(unread(config, adapter), backend, config)
+
+
+def quantised(config: Mapping[str, Any], kind: int | str) -> tuple[dict[str, Any], int]:
+    """The `config.json` of a model quantised as `quantise.KINDS[kind]`, and the bytes of its weights.
+
+    Raises UserError where mlx-lm can't build the model.
+    """
+    model = _built(copy.deepcopy(dict(config)))
+    found = quantise.quantised(model, config, kind)
+    return found, sum(array.nbytes for array in dict(tree_flatten(model.parameters())).values())
 
 
 def read(subject: Subject, backend: str, config: Mapping[str, Any]) -> Model:

@@ -14,6 +14,7 @@ _HEAD = """\
 # Any key can be changed for one run: --set train.steps=50
 
 model: mlx-community/Qwen3-0.6B-4bit   # a hub id or a directory that mlx-lm loads; try small first
+# quantize: 4                          # of a model that isn't quantised yet: 4 | 8 | mxfp4 | nvfp4; once, into a cache
 
 """
 

@@ -357,6 +357,7 @@ class Recipe(Section):
     """All of it. `notices` are remarks for the user (say, on an mlx-lm key); they don't count in equality."""
 
     model: str = Field(min_length=1)
+    quantize: Annotated[Any, _one_of(None, 4, 8, "mxfp4", "nvfp4")] = None  # a copy of a model that isn't quantised
     data: DataRecipe
     lora: LoraRecipe = LoraRecipe()
     engine: EngineRecipe = EngineRecipe()
@@ -423,7 +424,7 @@ class Recipe(Section):
         plain = self.dump()
         data = {name: value for name, value in plain["data"].items() if name not in ("valid", "test")}
         losses = [name for name, field in Recipe.model_fields.items() if isinstance(field.default, LossRecipe)]
-        return {"data": data, **{name: plain[name] for name in ("model", "lora", *losses, "train")}}
+        return {"data": data, **{name: plain[name] for name in ("model", "quantize", "lora", *losses, "train")}}
 
     def fingerprint(self) -> str:
         """sha256 of `training_view`: equal for two recipes that train the same adapter."""

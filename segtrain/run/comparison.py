@@ -13,8 +13,8 @@ from segtrain.engine.layouts import CHOSEN, RESPONSE
 from segtrain.engine.objectives import Objective
 from segtrain.errors import UserError, counted
 from segtrain.memory.meter import Meter
-from segtrain.models.load import load
 from segtrain.recipe.schema import Recipe
+from segtrain.run.base import load_base
 from segtrain.run.planning import Planner
 from segtrain.run.session import Session, open_session
 from segtrain.storage import checkpoint
@@ -33,7 +33,7 @@ def compared(run: Path, recipe: Recipe, params: Mapping[str, mx.array], result: 
         session.lora.set(dict(params))
         before = mean_loss(session, rows)
         del session
-        after = mean_loss(_session(recipe.model_copy(update={"model": str(result)}), objective), rows)
+        after = mean_loss(_session(recipe.model_copy(update={"model": str(result), "quantize": None}), objective), rows)
     except (UserError, KeyError) as error:
         return f"the loss before and after quantising could not be measured: {error}; compare it before you rely on it"
     return said(base, before, after, counted(len(rows), f"{kind} row"))
@@ -63,7 +63,7 @@ def _objective(run: Path, recipe: Recipe) -> Objective:
 def _session(recipe: Recipe, objective: Objective) -> Session:
     """With a new adapter, which does nothing yet."""
     plain = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={"init_from": None})})
-    return open_session(plain, objective, load(plain.model, trust_remote_code=plain.trust_remote_code))
+    return open_session(plain, objective, load_base(plain))
 
 
 def _rows(recipe: Recipe, session: Session, objective: Objective) -> tuple[Sequence[Row], str]:

@@ -14,9 +14,9 @@ from segtrain.attention import dispatch
 from segtrain.memory import machine
 from segtrain.memory.device import MARGIN
 from segtrain.memory.meter import recommended_bytes
-from segtrain.memory.source import find
 from segtrain.models.quantized_check import Quantisation
 from segtrain.run import checks
+from segtrain.run.base import planned
 from segtrain.run.checks import AttentionKind, Finding
 from segtrain.run.preview import preview
 from segtrain.run.readiness import Subject, checked, device, keep, table
@@ -64,7 +64,7 @@ def doctor(recipe: "Recipe | None" = None) -> Report:
     report = Report(device(), backend, machine.mlx_version())
     subject = usual()
     if recipe is not None:
-        config = find(recipe.model).config
+        config = planned(recipe).config
         subject = Subject.of(config, _quantised(config))
     found = checked(subject, table(), everything=True)
     keep(subject, found, {})

@@ -85,7 +85,8 @@ def export_ollama(
     refuse_existing(out, "--out")
     adapter = adapters.read(run, model)
     trust = bool(recipe and recipe.trust_remote_code)
-    source, config = located(str(adapter.config.get("model") or ""), trust_remote_code=trust)
+    name = adapter.config.get("segtrain", {}).get("made_from") if model is None else model
+    source, config = located(str(name or adapter.config.get("model") or ""), trust_remote_code=trust)
     stops = stop_texts(source, recipe)
     if from_ is None:
         _require_import(config, adapter)

@@ -22,10 +22,10 @@ from segtrain.engine.objectives import LossValue, Objective, Scores
 from segtrain.errors import UserError
 from segtrain.lora import adapters
 from segtrain.memory.meter import Meter
-from segtrain.models.load import load
 from segtrain.models.positions import check_positions
 from segtrain.parallel.ranks import Ranks, join
 from segtrain.recipe.schema import Recipe
+from segtrain.run.base import load_base
 from segtrain.run.planning import Planner
 from segtrain.run.session import Session, open_session
 from segtrain.storage import checkpoint
@@ -59,7 +59,7 @@ def evaluate(run: Path, recipe: Recipe, *, base: bool, last: bool, progress: Pro
     adapter, command = _adapter(run, last)
     objective = objectives.of_recipe(command, recipe)
     params = adapters.read(adapter).params
-    loaded = load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    loaded = load_base(recipe)
     rows, longest, notices = open_fixed(recipe, loaded.tokenizer, "test", pairs=objective.pairs)
     notices += check_positions(loaded.config, longest)
     session = open_session(recipe, objective, loaded)

@@ -190,7 +190,8 @@ class Keeper:
         lora = self.session.lora
         return adapters.mlx_config(
             self.recipe.lora,
-            model=self.recipe.model,
+            model=str(self.session.loaded.path) if self.recipe.quantize else self.recipe.model,
+            made_from=self.recipe.model if self.recipe.quantize else None,
             layers_total=len(self.session.stack),
             lowest=lora.lowest,
             keys=lora.keys,

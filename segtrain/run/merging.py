@@ -20,6 +20,7 @@ from segtrain.models.dense_weights import dequantise, merge
 from segtrain.models.load import load_unread, located
 from segtrain.models.saving import save
 from segtrain.recipe.schema import Recipe
+from segtrain.run.base import base
 from segtrain.run.comparison import compared
 from segtrain.storage.fresh import fresh, refuse_existing
 
@@ -36,21 +37,22 @@ def export_merged(
     there. `quantize`: a name in `quantise.KINDS`, or AS_BASE. Raises UserError, RunFailed where the disk refuses.
     """
     refuse_existing(out, "--out")
+    model = base(recipe) if recipe and recipe.quantize and not model else model
     adapter = adapters.read(run, model)
     template = template_text(recipe.data.chat_template) if recipe and recipe.data.chat_template else ""
-    base = str(adapter.config.get("model") or "")
+    name = str(adapter.config.get("model") or "")
     trust = bool(recipe and recipe.trust_remote_code)
-    source, _ = located(base, trust_remote_code=trust)
+    source, _ = located(name, trust_remote_code=trust)
     net, config = load_unread(source, trust_remote_code=trust)
     was = quantise.described(config)
-    config = described_anew(net, config, adapter, quantize, base)
+    config = described_anew(net, config, adapter, quantize, name)
     with fresh(out, "--out") as inside:
         save(net, config, source, inside)
         if template:
             (inside / TEMPLATE).write_text(template, encoding="utf-8")
     if quantize is None:
         return [
-            f"{base} is quantised ({was}): the merged model is dense, so nothing of the adapter is rounded away"
+            f"{name} is quantised ({was}): the merged model is dense, so nothing of the adapter is rounded away"
         ] * (bool(was))
     return [compared(run, recipe, adapter.params, out) if recipe else NO_RUN.format(run)]
 
@@ -59,14 +61,14 @@ NO_RUN = "{} is no run, so there are no rows to measure the quantised model's lo
 
 
 def described_anew(
-    net: nn.Module, config: Mapping[str, Any], adapter: Adapter, quantize: int | str | None, base: str
+    net: nn.Module, config: Mapping[str, Any], adapter: Adapter, quantize: int | str | None, name: str
 ) -> dict[str, Any]:
     """Put the adapter into `net` and quantise it as asked; its `config.json`. Raises UserError."""
     if config.get("quantize_activations"):
-        raise UserError(f"{base} quantises activations, and a merged model of it isn't made; give the original model")
+        raise UserError(f"{name} quantises activations, and a merged model of it isn't made; give the original model")
     packed = quantise.packings(net)
     if quantize == AS_BASE and not packed:
-        raise UserError(f"--quantize {AS_BASE}: {base} isn't quantised; leave --quantize out, or name 4, 8 or mxfp4")
+        raise UserError(f"--quantize {AS_BASE}: {name} isn't quantised; leave --quantize out, or name 4, 8 or mxfp4")
     merge(net, adapter.params, float(adapter.config["lora_parameters"]["scale"]))
     if quantize == AS_BASE:
         quantise.repack(net, packed)

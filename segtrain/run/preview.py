@@ -15,6 +15,7 @@ from segtrain.memory.rows import RowShape
 from segtrain.memory.shapes import Model
 from segtrain.memory.source import find
 from segtrain.models.support import refuse, shares_prefix
+from segtrain.run.base import base, planned
 
 if TYPE_CHECKING:
     from segtrain.recipe.schema import Recipe
@@ -72,7 +73,7 @@ def preview(
     """
     target = device_of(device, seq or (recipe.data.max_seq_length if recipe else 0))
     name = model or (recipe.model if recipe else "")
-    source = find(name)
+    source = planned(recipe) if recipe and not model else find(name)
     refuse(source.config)
     backend = machine.steered(target.backend) if target.here else target.backend
     shape = _shapes(source.config, recipe, backend)
@@ -94,7 +95,8 @@ def preview(
     if measure:
         from segtrain.run.measure import measured_step
 
-        return replace(found, measured=measured_step(recipe, name, found.recommended, case.row(length), chooser))
+        place = base(recipe) if recipe and not model else name
+        return replace(found, measured=measured_step(recipe, place, found.recommended, case.row(length), chooser))
     return found
 
 

@@ -20,11 +20,12 @@ from segtrain.errors import UserError, counted
 from segtrain.event import DataRead, Evaluated, Event, Notice, RunEnded, RunStarted, TrainStep
 from segtrain.memory.backends import here
 from segtrain.memory.meter import Meter
-from segtrain.models.load import Loaded, load
+from segtrain.models.load import Loaded
 from segtrain.models.positions import check_positions, learnt
 from segtrain.models.support import why_unproven
 from segtrain.parallel.ranks import Ranks, join
 from segtrain.recipe.schema import Recipe
+from segtrain.run.base import load_base, pending
 from segtrain.run.environment import compiles_kernels
 from segtrain.run.guards import Growth, check_update
 from segtrain.run.keeper import Keeper
@@ -80,7 +81,9 @@ class Trainer:
                 run.notices.clear()
             yield from (Notice(text) for text in (*ranks.notices, *self.recipe.notices))
             stream = partial(streams, self.recipe, sharing=ranks.local)
-            loaded = load(self.recipe.model, trust_remote_code=self.recipe.trust_remote_code, stream=stream)
+            if text := pending(self.recipe):
+                yield Notice(text)
+            loaded = load_base(self.recipe, stream)
             yield from announced(self.recipe, loaded.weights) if loaded.weights else ()
             objective = objectives.of_recipe(self.loss, self.recipe)
             data = open_data(self.recipe, loaded.tokenizer, pairs=objective.pairs)

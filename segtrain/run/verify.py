@@ -32,10 +32,10 @@ from segtrain.lora.layers import Lora
 from segtrain.memory.backends import here
 from segtrain.memory.device import default_budget
 from segtrain.memory.meter import Meter
-from segtrain.models.load import load
 from segtrain.models.plain import PlainForward
 from segtrain.models.positions import check_positions
 from segtrain.recipe.schema import Recipe
+from segtrain.run.base import load_base
 from segtrain.run.layerwise import Layerwise
 from segtrain.run.planning import Planner
 from segtrain.run.session import Session, open_session
@@ -86,7 +86,7 @@ class VerifyReport:
 
 def verify_gradients(recipe: Recipe) -> VerifyReport:
     """Compare on a short row of the recipe's data. Raises UserError for what is wrong with model or data."""
-    loaded = load(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    loaded = load_base(recipe)
     row, longest = _short_row(recipe, loaded.tokenizer)
     check_positions(loaded.config, longest)
     objective = objectives.for_rows(pairs=isinstance(row, PreferenceRow), recipe=recipe)
