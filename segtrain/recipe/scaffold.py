@@ -23,7 +23,7 @@ data:
   train: data/train.jsonl        # or a list of files, a glob, a directory with train/valid/test.jsonl, a hub data set
   # valid: data/valid.jsonl      # its loss is what tells learning from memorising; keeps the best checkpoint
   format: auto                   # chat {"messages"}, completion {"prompt", "completion"}, text {"text"}
-  max_seq_length: 2048           # tokens; memory grows with the longest row, not with this limit
+  max_seq_length: 2048           # tokens; memory follows your longest row, not this cap
   on_long: drop                  # rows above it: drop | truncate_prompt | truncate | error; counted and shown
   supervise: assistant           # every assistant turn; last: only the last one; all: every token, the user's too
 
