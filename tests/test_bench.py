@@ -129,10 +129,10 @@ def test_the_measurement_steers_attention_and_its_estimate(
 
 
 def test_the_measurement_is_followed_by_this_device() -> None:
-    q = mx.random.normal((1, 2, 8, 64))
+    q, before = mx.random.normal((1, 2, 8, 64)), dispatch.backend().head_dims
     try:
         dispatch.follow(FUSED)
-        assert dispatch.backend().head_dims == {64}
+        assert dispatch.backend().head_dims == ({64} if dispatch.backend().name == "cpu" else before)
         fused = dispatch.attend(q, q, q, scale=0.125)
         dispatch.follow({})
         assert dispatch.backend() == dispatch.BACKENDS[dispatch.backend().name]

@@ -262,6 +262,7 @@ MEASURE = """
 import json, sys
 sys.path.insert(0, "tests")
 import mlx.core as mx
+mx.set_default_device(mx.cpu)
 import tiny
 from segtrain.engine import layouts, objectives
 from segtrain.engine.backward import SegmentedBackward

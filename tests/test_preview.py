@@ -62,24 +62,24 @@ def test_options_for_every_segment_size(model: Path) -> None:
 
 def test_longest_is_the_longest(model: Path) -> None:
     """A row of `longest` tokens fits, one a fifth longer doesn't."""
-    found = preview(None, model=str(model), seq=64, budget="30MB")
+    found = preview(None, model=str(model), seq=64, budget="30MB", device="cpu")
     for option in found.options:
         if option["backward"] == "segmented" and option["longest"] < 4096 * 5 / 6:
             size, far = option["segment_size"], option["longest"]
             for length, fits in ((far, True), (far * 6 // 5, False)):
-                again = preview(None, model=str(model), seq=length, budget="30MB")
+                again = preview(None, model=str(model), seq=length, budget="30MB", device="cpu")
                 assert any(x["fits"] for x in again.options if x["segment_size"] == size and not x["keep"]) == fits
 
 
 def test_nothing_fits_says_what_would(model: Path) -> None:
-    found = preview(None, model=str(model), seq=4096, budget="20MB")
+    found = preview(None, model=str(model), seq=4096, budget="20MB", device="cpu")
     assert not found.fits
     assert found.recommended is None
     words = found.advice.split()
     far = int(words[words.index("to") + 1].replace(",", ""))
-    assert preview(None, model=str(model), seq=far, budget="20MB").fits
+    assert preview(None, model=str(model), seq=far, budget="20MB", device="cpu").fits
     budget = words[words.index("budget") + 2]
-    assert preview(None, model=str(model), seq=4096, budget=budget).fits
+    assert preview(None, model=str(model), seq=4096, budget=budget, device="cpu").fits
     assert cli.run(["plan-segments", "--model", str(model), "--seq", "4096", "--budget", "20MB"]) == 1
     assert cli.run(["plan-segments", "--model", str(model), "--seq", "4096", "--budget", budget]) == 0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import tiny_run
 
 from segtrain.errors import RunFailed, UserError
@@ -240,6 +241,7 @@ def test_a_finished_run_is_left_as_it_is(folder: Path) -> None:
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
 
 
+@pytest.mark.skipif(tiny.ON_CUDA, reason="MLX's workspace there is larger than this tiny model's budgets")
 def test_the_length_that_a_refusal_names_resumes(folder: Path) -> None:
     path = str(folder / "refused")
     rows = [{"prompt": "w1 " * length, "completion": " w2"} for length in (3, 4, 5, 200, 3, 4, 5)]

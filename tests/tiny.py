@@ -16,9 +16,14 @@ from segtrain.engine.objectives import Objective
 from segtrain.engine.segments import layer_cuts, leanest_boundaries
 from segtrain.lora import layers as lora_module
 from segtrain.lora.layers import Lora, swapped
+from segtrain.memory.backends import here
 from segtrain.models.stack import Execution, LayerStack
 
 VOCAB = 97
+ON_CUDA = here().name == "cuda"
+ROUNDING = 5 if ON_CUDA else 1
+"""Times what two exact ways may differ by on a CPU: there products of any number of rows sum alike, and exponentials
+round to one unit in the last place, not two."""
 
 _COMMON = {
     "hidden_size": 32,
