@@ -14,10 +14,11 @@ import pytest
 import tiny_configs
 import tiny_run
 from mlx.utils import tree_flatten
+from mlx_lm.models.llama import Model as Llama
 from mlx_lm.utils import load_model
 from test_families import FAST
 
-from segtrain.engine import objectives
+from segtrain.engine import objectives, vocabulary
 from segtrain.engine.backward import SegmentedBackward, Step
 from segtrain.engine.layouts import Layout, pair, single
 from segtrain.errors import RunFailed, UserError
@@ -25,7 +26,7 @@ from segtrain.event import Event, Notice, Sampled, TrainStep
 from segtrain.lora.layers import attach
 from segtrain.memory import anatomy, choices
 from segtrain.memory.backends import BACKENDS
-from segtrain.models import exceptions
+from segtrain.models import ends, exceptions
 from segtrain.models.stack import Execution, LayerStack
 from segtrain.models.weights import Loads, Streamed, streamed
 from segtrain.recipe.schema import load_recipe
@@ -90,6 +91,123 @@ def test_every_family_streamed_equals_resident_to_the_bit(name: str, tmp_path: P
     assert mx.abs(held.grads.array).max().item() > 0
 
 
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends of any size stay on disk, and the tiny models' vocabulary is cut into several blocks."""
+    monkeypatch.setattr(ends, "SMALL", 0)
+    monkeypatch.setattr(ends, "BLOCK_BYTES", 2000)
+
+
+BLOCKS = Execution(blocks=True)
+
+
+def relative(one: Step, other: Step) -> float:
+    return float((mx.linalg.norm(one.grads.array - other.grads.array) / mx.linalg.norm(other.grads.array)).item())
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_with_its_ends_on_disk(name: str, tmp_path: Path) -> None:
+    """By blocks in memory and from disk the same bits; against the head as a whole, rounding."""
+    path = tiny_configs.save(name, tmp_path / "model")
+    whole = backward(path, stream=False).step(ROW)
+    held = backward(path, stream=False, execution=BLOCKS, head_chunk=8).step(ROW)
+    read = backward(path, stream=True, head_chunk=8).step(ROW)
+    assert same(held, read)
+    assert relative(read, whole) < 1e-5
+    assert abs(read.loss.total.item() / whole.loss.total.item() - 1) < 1e-5
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("layout", ["row", "weights", "pair"])
+@pytest.mark.parametrize("options", [{}, {"compiled": True}, {"lookahead": 2}], ids=str)
+def test_ends_on_disk_every_way_to_run(options: dict[str, Any], layout: str, llama: Path) -> None:
+    given = {"row": ROW, "pair": PAIR, "weights": single(TOKENS, [True] * 21, [0.1 * k for k in range(21)])}[layout]
+    objective = objectives.orpo() if layout == "pair" else objectives.sft
+    whole, read = (backward(llama, stream=s, objective=objective, head_chunk=8, **options) for s in (False, True))
+    assert source(read).ends
+    for _ in range(2):
+        assert relative(read.step(given), whole.step(given)) < 1e-5
+    assert read.evaluate(given).total.item() == pytest.approx(whole.evaluate(given).total.item(), rel=1e-5)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dense", [False, True])
+def test_packed_ends_on_disk(dense: bool, folder: Path) -> None:
+    path = packed(folder / f"packed-ends-{dense}")
+    held, read = (
+        backward(path, stream=s, execution=Execution(dequantize=dense, blocks=True)).step(ROW) for s in (False, True)
+    )
+    whole = backward(path, stream=False, execution=Execution(dequantize=dense)).step(ROW)
+    assert same(held, read)
+    assert relative(read, whole) < 1e-5
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_sure_target_has_an_exact_gradient(llama: Path) -> None:
+    """In bfloat16 too: (1 - p) W is no difference of two large numbers."""
+    x = mx.array([[[1.0, 0.5]]])
+    weights = mx.array([[0.01, 0.03], [40.0, 0.0], [0.02, -0.01], [0.0, 0.0]])
+    z = x @ weights.T
+    p = mx.softmax(z - mx.array([0.0, 34.0, 0.0, 0.0]))  # a target with probability 0.99 or so
+
+    class Fixed:
+        blocks = (ends.Block(0, 2), ends.Block(2, 4))
+
+        def read(self, block: ends.Block) -> dict[str, mx.array]:
+            return {"weight": weights[block.lo : block.hi].astype(mx.bfloat16), "lo": mx.array(block.lo)}
+
+        def before(self, h: mx.array) -> mx.array:
+            return h
+
+        def project(self, x: mx.array, arrays: dict[str, mx.array]) -> mx.array:
+            y = x @ arrays["weight"].T
+            return y - mx.where(arrays["lo"] == 0, mx.array([0.0, 34.0]), mx.array([0.0, 0.0])).astype(y.dtype)
+
+        def after(self, h: mx.array, y: mx.array) -> mx.array:
+            return y
+
+        def rows(self, arrays: dict[str, mx.array], numbers: mx.array, dtype: mx.Dtype) -> mx.array:
+            return arrays["weight"][numbers]
+
+    span = single([0, 1], [True, True]).spans["response"]
+    fixed: Any = Fixed()
+    found = vocabulary.score(
+        fixed, [(x.astype(mx.bfloat16), span)], 4, gradient=True, run=lambda name, function, *given: function(*given)
+    )
+    wanted = (1 - p[0, 0, 1]) * weights[1] - sum(p[0, 0, v] * weights[v] for v in (0, 2, 3))
+    (unit,) = found[0].units
+    assert mx.allclose(unit[0, 0].astype(mx.float32), wanted, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_of_the_ends_rows_and_blocks_are_read(llama: Path) -> None:
+    engine = backward(llama, stream=True)
+    weights = source(engine)
+    embedding, head = weights.ends
+    before = weights.bytes_read
+    engine.step(ROW)
+    rows = len(set(TOKENS[:-1])) * embedding["weight"].nbytes // tiny_configs.VOCAB
+    assert weights.bytes_read - before == 2 * weights.bytes(0, 4) + head["weight"].nbytes + rows
+    with pytest.raises(ValueError, match="token 97 has no row in an embedding of 97"):
+        engine.step(single([3, 97, 4], [True] * 3))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_head_that_is_not_told_apart_stays_in_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose logits are not the projection element by element."""
+    monkeypatch.setattr("mlx_lm.models.llama.Model.__call__", shifted(Llama.__call__))
+    weights = source(backward(llama, stream=True))
+    assert not weights.ends
+    assert not weights.ends_bytes
+    held, read = (backward(llama, stream=stream).step(ROW) for stream in (False, True))
+    assert same(held, read)
+
+
+def shifted(call: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    return lambda self, *args, **kwargs: (z := call(self, *args, **kwargs)) - z.mean(axis=-1, keepdims=True)
+
+
 PAIR = pair(TOKENS[:8], TOKENS[8:14], TOKENS[14:])
 WAYS: dict[str, dict[str, Any]] = {
     "segments of two": {"segment_size": 2},
@@ -111,13 +229,18 @@ def test_every_way_to_run_gives_the_same_bits(options: dict[str, Any], layout: L
     assert held.evaluate(layout).total.item() == read.evaluate(layout).total.item()
 
 
-def test_packed_weights_and_their_dense_copies(folder: Path) -> None:
-    path = tiny_run.model(folder / "packed", hidden_size=64, intermediate_size=64)
+def packed(path: Path) -> Path:
+    tiny_run.model(path, hidden_size=64, intermediate_size=64)
     model, _ = load_model(path)
     nn.quantize(model, group_size=32, bits=4)
     mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
     config = {**json.loads((path / "config.json").read_text()), "quantization": {"group_size": 32, "bits": 4}}
     (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_packed_weights_and_their_dense_copies(folder: Path) -> None:
+    path = packed(folder / "packed")
     for dense in (False, True):
         held, read = (backward(path, stream=s, execution=Execution(dequantize=dense)) for s in (False, True))
         assert same(held.step(ROW), read.step(ROW))
@@ -165,11 +288,24 @@ def test_memory_is_that_of_two_layers(tmp_path: Path) -> None:
     weights = source(engine)
     one = weights.bytes(0, 1)
     engine.step(ROW)
+    assert weights.ends_bytes == 0  # too small to be read by blocks
     outside = 64 * 256 * 4 + 256 * 4
     grads = 2 * sum(slot.value.nbytes for slot in engine.lora.slots())
     activations = 1 << 21  # of 20 tokens
     assert mx.get_peak_memory() - before < 2 * one + outside + 3 * grads + activations < layers * one / 2
     assert mx.get_active_memory() - before < one + outside + 3 * grads
+
+
+def test_ends_on_disk_take_the_memory_of_two_blocks(tmp_path: Path) -> None:
+    path = tiny_run.model(tmp_path / "model", hidden_size=256, intermediate_size=512, vocab_size=16384)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    engine = backward(path, stream=True, head_chunk=8)
+    weights = source(engine)
+    engine.step(ROW)
+    assert weights.ends_bytes >= 16384 * 256 * 4
+    assert mx.get_peak_memory() - before < 3 * weights.bytes(0, 1) + (1 << 22) < weights.ends_bytes
 
 
 @pytest.mark.parametrize("options", [{}, {"lookahead": 2}, {"compiled": True}], ids=str)
@@ -277,6 +413,18 @@ def test_a_run_writes_the_same_adapter_and_samples(folder: Path) -> None:
     assert "stay on disk" not in texts(held)
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_a_run_with_its_ends_on_disk_samples_the_same(folder: Path) -> None:
+    options = {"eval__prompts": ["w1 w2"], "eval__max_tokens": 4, "output__eval_every": 3}
+    held = trained(recipe_file(folder, "held-ends", **options))
+    read = trained(recipe_file(folder, "read-ends", engine__weights="streamed", **options))
+    sampled = [[event.text for event in events if isinstance(event, Sampled)] for events in (held, read)]
+    assert sampled[0]
+    assert sampled[0] == sampled[1]
+    losses = [[event.loss for event in events if isinstance(event, TrainStep)] for events in (held, read)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
 def test_a_run_whose_model_vanishes_keeps_its_checkpoint_and_goes_on(folder: Path) -> None:
     trained(recipe_file(folder, "whole", engine__weights="streamed", output__save_every=1))
     path = recipe_file(folder, "stopped", engine__weights="streamed", output__save_every=1)
@@ -319,6 +467,22 @@ def test_a_plan_counts_two_segments_and_what_a_row_reads() -> None:
     assert read.estimator.read(row, replace(plan, boundaries=1)) == 3 * everything - one
     assert held.estimator.read(row, plan) == 0
     assert not any(plan.backward == "full" for plan in read.plans(row))
+
+
+def test_a_plan_counts_the_ends_that_stay_on_disk() -> None:
+    config = {**tiny_run.CONFIG, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 16384, "dtype": "float32"}
+    shape = anatomy.of_config(config, "cpu")
+    held, read = (choices.chooser(shape, BACKENDS["cpu"], None, streamed=streamed) for streamed in (False, True))
+    row = choices.row_of(64, preference=False, shared=False)
+    plan = read.leanest(row).plan
+    assert shape.ends == 16384 * 256 * 4
+    assert held.estimator.resident - read.estimator.resident == shape.ends + sum(shape.layer_bytes)
+    rows, size = shape.block
+    assert size == rows * 256 * 4 <= shape.layer_bytes[0]
+    head = [chooser.estimator.peak(row, plan).moments["head"] for chooser in (held, read)]
+    assert head[1] < head[0] - shape.ends
+    whole = replace(plan, boundaries=None)
+    assert shape.ends <= read.estimator.read(row, whole) - 2 * sum(shape.layer_bytes) < 1.01 * shape.ends
 
 
 def test_the_preview_says_what_is_read(tmp_path: Path) -> None:

@@ -28,11 +28,22 @@ from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 
-from segtrain.engine.head import PADDED_ROWS, Scorer, cotangent, flattened, log_softmax_at, padded_rows, score, scorer
+from segtrain.engine import vocabulary
+from segtrain.engine.head import (
+    PADDED_ROWS,
+    Scorer,
+    SpanScore,
+    cotangent,
+    flattened,
+    log_softmax_at,
+    padded_rows,
+    score,
+    scorer,
+)
 from segtrain.engine.layouts import Layout, Span, Stream
 from segtrain.engine.objectives import LossValue, Objective, Scores, Sums, value_and_grad
 from segtrain.engine.ragged import up
-from segtrain.engine.segments import HIDDEN, Bounds, Segment, grouped, layer_cuts, split
+from segtrain.engine.segments import HIDDEN, Segment, grouped, layer_cuts, split
 from segtrain.engine.traces import Traces
 from segtrain.lora.flat import FlatArrays
 from segtrain.lora.layers import Lora, swapped
@@ -77,12 +88,14 @@ class Stack(Protocol):
     def begin(self, stream: Stream) -> Tape: ...
     def run(self, tape: Any, carry: Mapping[str, mx.array], lo: int, hi: int) -> Carry: ...
     def pure(self, tape: Any, lo: int, hi: int, *, shared: bool) -> Pure: ...
-    def expect(self, order: Iterable[Bounds | None]) -> None: ...
+    def expect(self, order: Iterable[Any]) -> None: ...
     def holding(self, lo: int, hi: int) -> AbstractContextManager[None]: ...
     def prepared(self, lo: int, hi: int) -> AbstractContextManager[None]: ...
     def remembering(self, lo: int, hi: int) -> AbstractContextManager[list[mx.array]]: ...
     def recalling(self, lo: int, hi: int, products: Sequence[mx.array]) -> AbstractContextManager[None]: ...
     def logits(self, h: mx.array) -> mx.array: ...
+    @property
+    def vocabulary(self) -> vocabulary.Vocabulary | None: ...
     def whole(self, stream: Stream) -> mx.array: ...
 
 
@@ -180,7 +193,7 @@ class SegmentedBackward:
         """One row's loss and gradients. `layout`'s streams are independent but for the loss."""
         reference = reference_sums(self, layout)
         evaluator = Evaluator(self.lookahead)
-        self.stack.expect(self._order(len(layout.streams), backward=True))
+        self.stack.expect(self._order(layout, backward=True))
         tapes = [self.stack.begin(stream) for stream in layout.streams]
         products: list[Products] = [{} for _ in tapes]
         saved: list[list[Carry]] = []  # per stream: the carry at the start of each group
@@ -206,23 +219,24 @@ class SegmentedBackward:
     def score(self, layout: Layout) -> Scores:
         """Each span's sum of log-probs, without dropout. Of a stream's carries only the last ones are held."""
         evaluator = Evaluator(self.lookahead)
-        self.stack.expect(self._order(len(layout.streams), backward=False))
+        self.stack.expect(self._order(layout, backward=False))
         segments = [*self.frozen, *(segment for group in self.groups for segment in group)]
         sums: dict[str, mx.array] = {}
         with self.lora.dropout_keys.disabled():
             for number, stream in enumerate(layout.streams):
                 tape = self.stack.begin(stream)
                 h = self._forward(number, tape, {HIDDEN: tape.embedded}, segments, evaluator)[HIDDEN]
-                scores = self._score(layout, number, h, evaluator, gradient=False)
-                sums |= {name: logp for name, (_, logp, _) in scores.items()}
+                scores = self._score(layout, {number: h}, evaluator, gradient=False)
+                sums |= {name: scored.logp for name, scored in scores.items()}
         evaluator.drain()
         return Scores(sums, _counts(layout))
 
-    def _order(self, streams: int, *, backward: bool) -> Iterator[Bounds | None]:
-        """The segments' layers in the order in which they run; None where the head does."""
+    def _order(self, layout: Layout, *, backward: bool) -> Iterator[Any]:
+        """The segments' layers, and the blocks of the vocabulary, in the order in which they run; None: the head."""
         forward = [*self.frozen, *(segment for group in self.groups for segment in group)]
-        yield from (segment.bounds for segment in forward * streams)
-        yield None
+        streams, blocks = len(layout.streams), self.stack.vocabulary.blocks if self.stack.vocabulary else [None]
+        bounds = [segment.bounds for segment in forward]
+        yield from (bounds * streams + [*blocks]) if backward else [*bounds, *blocks] * streams
         for group in list(reversed(self.groups)) * (streams if backward else 0):
             yield from (segment.bounds for segment in (*group[:-1], *reversed(group)))
 
@@ -264,41 +278,61 @@ class SegmentedBackward:
         return carry
 
     def _score(
-        self, layout: Layout, number: int, h: mx.array, evaluator: Evaluator, *, gradient: bool
-    ) -> dict[str, tuple[Span, mx.array, list[mx.array]]]:
-        """Per span of stream `number`: the span, its sum of log-probs, and its unit gradient in chunks."""
-        scores = {}
-        compiled = self._scorer(gradient) if self.compiled else None
-        with self.meter("head", number):
-            for name, span in layout.spans.items():
-                if span.stream == number:
-                    scored = score(
-                        self.stack.logits,
-                        h,
-                        span,
-                        self.head_chunk,
-                        gradient=gradient,
-                        compiled=compiled,
-                        evaluate=evaluator,
-                    )
-                    scores[name] = (span, scored.logp, scored.units)
-        return scores
+        self, layout: Layout, hidden: Mapping[int, mx.array], evaluator: Evaluator, *, gradient: bool
+    ) -> dict[str, SpanScore]:
+        """The scores of the spans on these streams, whose last hidden states are given."""
+        wanted = {name: (hidden[span.stream], span) for name, span in layout.spans.items() if span.stream in hidden}
+        with self.meter("head", next(iter(hidden))):
+            if blocks := self.stack.vocabulary:
+                found = vocabulary.score(
+                    blocks,
+                    list(wanted.values()),
+                    self.head_chunk,
+                    gradient=gradient,
+                    run=self._block_run,
+                    pad=self.compiled,
+                    evaluate=evaluator,
+                )
+                return dict(zip(wanted, found, strict=True))
+            compiled = self._scorer(gradient) if self.compiled else None
+            return {
+                name: score(
+                    self.stack.logits,
+                    h,
+                    span,
+                    self.head_chunk,
+                    gradient=gradient,
+                    compiled=compiled,
+                    evaluate=evaluator,
+                )
+                for name, (h, span) in wanted.items()
+            }
 
     def _head(
         self, layout: Layout, hidden: list[mx.array], reference: Sums, evaluator: Evaluator
     ) -> tuple[LossValue, list[mx.array]]:
         """The loss, and its gradient with respect to each stream's last hidden states, which are released."""
-        scores = [self._score(layout, n, h, evaluator, gradient=True) for n, h in enumerate(hidden)]
-        sums = {name: logp for stream in scores for name, (_, logp, _) in stream.items()}
+        scores = self._score(layout, dict(enumerate(hidden)), evaluator, gradient=True)
+        sums = {name: scored.logp for name, scored in scores.items()}
         value, slopes = value_and_grad(self.objective, Scores(sums, _counts(layout), reference))
         dhs = []
-        for h, stream in zip(hidden, scores, strict=True):
-            dhs.append(cotangent(h, [(span, units, slopes[name]) for name, (span, _, units) in stream.items()]))
-        del h, stream
+        for number, h in enumerate(hidden):
+            own = [
+                (span, scores[name].units, slopes[name]) for name, span in layout.spans.items() if span.stream == number
+            ]
+            dhs.append(cotangent(h, own))
+        del h, own
         hidden.clear()
         scores.clear()
         evaluator([value.total, value.metrics, dhs])
         return value, dhs
+
+    def _block_run(self, name: tuple, function: Callable, *inputs: Any) -> Any:
+        return (
+            self.traces(("head", *name, self.stack.execution), function, *inputs)
+            if self.compiled
+            else function(*inputs)
+        )
 
     def _backward(
         self,

@@ -82,9 +82,11 @@ def score(
     rows_scorer = compiled or scorer(logits, gradient=gradient)
     total, units, done, h = mx.array(0.0), [], 0, flattened(h)
     owners = span.owners if span.sizes else None
-    for rows, *given in _chunks(span, chunk, PADDED_ROWS if compiled else None):
+    for rows, *given in chunks(span, chunk, PADDED_ROWS if compiled else None):
         logp, *unit = rows_scorer(mx.take(h, rows, axis=-2), *given)
-        total = total + span.sums(logp, None if owners is None else _padded(owners[done : done + len(rows)], len(rows)))
+        total = total + span.sums(
+            logp, None if owners is None else padded_to(owners[done : done + len(rows)], len(rows))
+        )
         done += len(rows)
         units += unit
         evaluate([total, *unit])
@@ -98,7 +100,7 @@ def cotangent(h: mx.array, spans: list[tuple[Span, list[mx.array], mx.array]]) -
         count = sum(unit.shape[-2] for unit in units)
         slopes = _by_chunk(span, slope, units)
         scaled = [(slope * unit).astype(h.dtype) for slope, unit in zip(slopes, units, strict=True)]
-        dh = dh.at[..., _padded(span.rows, count), :].add(mx.concatenate(scaled, axis=-2))
+        dh = dh.at[..., padded_to(span.rows, count), :].add(mx.concatenate(scaled, axis=-2))
     return dh.reshape(h.shape)
 
 
@@ -107,7 +109,7 @@ def _by_chunk(span: Span, slope: mx.array, units: list[mx.array]) -> list[mx.arr
     if not span.sizes:
         return [slope] * len(units)
     edges = list(accumulate((unit.shape[-2] for unit in units), initial=0))
-    by_target = mx.take(slope, _padded(span.owners, edges[-1]))[:, None]
+    by_target = mx.take(slope, padded_to(span.owners, edges[-1]))[:, None]
     return [by_target[lo:hi] for lo, hi in pairwise(edges)]
 
 
@@ -116,7 +118,7 @@ def flattened(h: mx.array) -> mx.array:
     return h.reshape(*h.shape[:-3], 1, -1, h.shape[-1]) if h.ndim > 2 else h
 
 
-def _padded(numbers: mx.array, count: int) -> mx.array:
+def padded_to(numbers: mx.array, count: int) -> mx.array:
     """`numbers` [M] with zeros at the end: `count` in all."""
     return mx.pad(numbers, (0, count - numbers.shape[0]))
 
@@ -136,7 +138,7 @@ def padded_rows(span: Span, multiple: int) -> tuple[mx.array, mx.array, mx.array
     return rows, targets, (mx.arange(len(span) + extra) < len(span)).astype(mx.float32), owners
 
 
-def _chunks(span: Span, size: int, multiple: int | None) -> Iterator[tuple[mx.array, ...]]:
+def chunks(span: Span, size: int, multiple: int | None) -> Iterator[tuple[mx.array, ...]]:
     """(rows, targets) of at most `size` rows, and their weights where the span has some; given a `multiple`, always
     with weights and of equally many rows."""
     parts: tuple[mx.array, ...] = (span.rows, span.targets)

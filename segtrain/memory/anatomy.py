@@ -28,8 +28,9 @@ from segtrain.memory.graph import Graph, trace, trace_vjp
 from segtrain.memory.meter import frozen_bytes
 from segtrain.memory.shapes import Layer, Line, Linear, Model, Pass
 from segtrain.models import quantise
-from segtrain.models.alike import LAYER_NUMBERS, as_function
+from segtrain.models.alike import LAYER_NUMBERS, as_function, holding, places
 from segtrain.models.capture import intercept, leaves
+from segtrain.models.ends import array_bytes
 from segtrain.models.stack import LayerStack, Tape
 from segtrain.models.tokenwise import tokenwise_modules
 
@@ -91,7 +92,9 @@ def read(subject: Subject, backend: str, config: Mapping[str, Any]) -> Model:
     with doors(seen, backend):
         reader = _Reader(subject, seen)
         layers = tuple(reader.layer(i) for i in range(len(subject.stack)))
-        logits = trace(lambda h: [subject.stack.logits(h)], mx.zeros((1, 2, reader.hidden), reader.dtype))
+        ends = places(subject.stack.ends)  # may not be in memory
+        with holding(ends, [mx.broadcast_to(mx.zeros((), m[key].dtype), m[key].shape) for m, key in ends]):
+            logits = trace(lambda h: [subject.stack.logits(h)], mx.zeros((1, 2, reader.hidden), reader.dtype))
     return Model(
         hidden=reader.hidden,
         vocabulary=subject.stack.logits(mx.zeros((1, 1, reader.hidden), reader.dtype)).shape[-1],
@@ -103,7 +106,17 @@ def read(subject: Subject, backend: str, config: Mapping[str, Any]) -> Model:
         positions=_positions(config),
         packed=any(linear.packed for layer in layers for linear in layer.linears),
         capped=any(operation.name == "Tanh" for operation in logits.operations),
+        ends=sum(map(array_bytes, subject.stack.ends)),
+        block=_block(subject.stack),
     )
+
+
+def _block(stack: LayerStack) -> tuple[int, int]:
+    """Rows and bytes of the vocabulary's largest block; zeros where the head runs as a whole."""
+    if stack.projection is None:
+        return 0, 0
+    rows, all_rows = max(block.hi - block.lo for block in stack.blocks), stack.blocks[-1].hi
+    return rows, -(-rows * array_bytes(stack.projection) // all_rows)
 
 
 def _built(config: dict[str, Any]) -> nn.Module:

@@ -32,6 +32,7 @@ from segtrain.memory.shapes import Attention, Layer, Model, Pass
 
 HELD_LAYERS = 4  # command buffers in flight are few, however long a segment
 FORWARD = 4  # chunks of the MLP in forward are so many times as long (`models.tokenwise`)
+BLOCK_LOGIT = 18  # bytes a logit of a block: as it is, in float32, exponentials, those without the target, as it was
 HEAD_SLICE_BYTES = 128 << 20  # `models.dense.SLICE_BYTES`
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1, "muon": 1, "adafactor": 0}
 UPDATE_COPIES = (
@@ -55,7 +56,7 @@ class Peak:
 class Estimator:
     """The estimate for one model, adapter and backend; `resident` overrides the bytes of the model's weights.
 
-    `streamed`: of the layers' weights only those of a few segments are in memory.
+    `streamed`: of the layers' weights only those of a few segments are in memory, and of the ends a block of rows.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class Estimator:
         self.resident = model.bytes if resident is None else resident
         scale = self.resident / model.bytes  # the files may hold another dtype than the configuration says
         self.layer_bytes = [round(scale * size) for size in model.layer_bytes]
+        self.block_bytes = round(scale * model.block[1]) if streamed else 0
         if streamed:
-            self.resident -= sum(self.layer_bytes)
+            self.resident -= sum(self.layer_bytes) + round(scale * model.ends)
         self.adapter = [4 * layer.adapter for layer in model.layers]
         self._known: dict[tuple, float] = {}
         self.state = sum(self.adapter) * (1 + MOMENTS.get(optimizer, 2) + accumulates)
@@ -197,6 +199,16 @@ class Estimator:
             chunk += self._head_slices(min(plan.head_chunk, longest))
         return {"head": chunk + units + self.boundary(max(row.streams))}
 
+    def _blocks(self, row: RowShape, plan: Plan, weights: Mapping[str, float]) -> dict[str, float]:
+        """A chunk's logits of one block, all scored rows' sums and gradients, and the block that is read meanwhile."""
+        b, scored = self.model.dtype_bytes, sum(map(sum, row.scored))
+        rows, longest = self.model.block[0], max(count for spans in row.scored for count in spans)
+        chunk = min(plan.head_chunk, longest) * rows * BLOCK_LOGIT
+        sums = scored * self.model.hidden * (4 + 2 * b)
+        ahead = weights["weights"] / (2 + plan.lookahead)  # backward's first segment, while the last block runs
+        held = (1 + plan.lookahead) * self.block_bytes + max(self.block_bytes, ahead)
+        return {"head": chunk + sums + self.boundary(max(row.streams)), "weights": held}
+
     def _head_slices(self, rows: int) -> float:
         """A slice of the vocabulary's dense weights, and the logits once more where several make them up."""
         dense = self.model.hidden * self.model.vocabulary * self.model.dtype_bytes
@@ -218,7 +230,10 @@ class Estimator:
         forward = max(self._forward(segment, max(row.extents), plan) for segment in unlike.values())
         weights = self._weights(frozen + trained, plan)
         yield "forward", {**boundaries, **weights, "layer": forward}
-        yield "head", {**boundaries, **self._head(row, plan)}
+        yield (
+            "head",
+            {**boundaries, **(self._blocks(row, plan, weights) if self.block_bytes else self._head(row, plan))},
+        )
         grads = 0.0
         for number, extent in enumerate(row.extents):
             others = {
@@ -275,7 +290,8 @@ class Estimator:
         frozen, trained = layer_cuts(len(self.model.layers), plan.segment_size, lowest=self.lowest, keep=plan.keep)
         again = [bounds for group in grouped(trained, plan.boundaries) for bounds in group[:-1]]
         runs = [*frozen, *trained, *trained, *again]
-        return len(row.streams) * sum(sum(self.layer_bytes[lo:hi]) for lo, hi in runs)
+        head = self.block_bytes * self.model.vocabulary // self.model.block[0] if self.block_bytes else 0
+        return head + len(row.streams) * sum(sum(self.layer_bytes[lo:hi]) for lo, hi in runs)
 
     def _products(self, i: int, rows: int, plan: Plan) -> float:
         """Bytes of a kept layer's linear outputs, without those that work in chunks or route, or end a segment."""

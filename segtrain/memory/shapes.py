@@ -150,7 +150,8 @@ class Layer:
 @dataclass(frozen=True)
 class Model:
     """A whole model. `edge`: bytes a token of the hidden states between layers; `bytes`: of all weights;
-    `layer_bytes`: of each layer's."""
+    `layer_bytes`: of each layer's; `ends`: of the embeddings and the projection where they can stay on disk; `block`:
+    rows and bytes of one block of the projection."""
 
     hidden: int
     vocabulary: int
@@ -163,6 +164,8 @@ class Model:
     packed: bool = False
     packed_head: bool = False
     capped: bool = False  # logits are soft-capped
+    ends: int = 0
+    block: tuple[int, int] = (0, 0)
 
     @cached_property
     def lowest(self) -> int:

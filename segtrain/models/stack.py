@@ -18,7 +18,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,17 +27,19 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from segtrain.engine.layouts import Stream
-from segtrain.engine.segments import HIDDEN, Bounds
+from segtrain.engine.segments import HIDDEN
 from segtrain.errors import counted
 from segtrain.models.alike import Place, fingerprint, holding, places, plain
 from segtrain.models.capture import arrays, intercept, leaves, map_tree
 from segtrain.models.causal import Causal
 from segtrain.models.dense import dequantized, dequantized_in_slices, quantized_modules
+from segtrain.models.ends import EMBEDDINGS, blocks_of, embedding, ends_of
 from segtrain.models.exceptions import exceptions_of
 from segtrain.models.products import linear_modules, recalling, remembering
 from segtrain.models.recurrences import restarts
 from segtrain.models.stream_ops import StreamCache, stream_ops
 from segtrain.models.tokenwise import chunked, tokenwise_modules
+from segtrain.models.vocabulary import Vocabulary, held, projection_of
 from segtrain.models.weights import Streamed
 
 
@@ -109,11 +111,13 @@ class Pure:
 @dataclass(frozen=True)
 class Execution:
     """How layers run. `mlp_rows`: tokens that a layer's MLP takes at a time, None for all. `dequantize`: whether they
-    work on dense copies of quantised weights.
+    work on dense copies of quantised weights. `blocks`: whether the head takes a block of the vocabulary at a time
+    though the projection is in memory.
     """
 
     mlp_rows: int | None = None
     dequantize: bool = False
+    blocks: bool = False
 
 
 class LayerStack:
@@ -137,6 +141,10 @@ class LayerStack:
         learner = _Learner(self.layers)
         self._record(Stream(mx.zeros((1, 4), mx.int32)), learner)
         self._signatures = learner.signatures
+        self.ends, self.projection = self._found_ends(learner)
+        if source:
+            source.keep([end for end in source.ends if not any(end is other for other in self.ends)])
+        self.blocks = blocks_of(self.projection, self.layers) if self.projection else []
         self.crossing = {name for signature in self._signatures for name in signature.reads}
         self._writes = _first_writers(self._signatures, self.crossing)
 
@@ -147,6 +155,27 @@ class LayerStack:
     def replaces(self) -> bool:
         """Whether parts of the model's own files are replaced while it runs."""
         return bool(self._exceptions)
+
+    def _found_ends(self, learner: "_Learner") -> tuple[list[nn.Module], nn.Module | None]:
+        """Of the model's large ends those that can be read by rows and blocks, and the projection among them."""
+        assert learner.embedded is not None
+        ends, like = ends_of(self.model), mx.zeros(learner.embedded.shape, learner.embedded.dtype)
+        if not ends or (projection := projection_of(ends, self.logits, like)) is None:
+            return [], None
+        return [end for end in ends if type(end) in EMBEDDINGS or end is projection], projection
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The head by blocks of the vocabulary, where it is to run so."""
+        module, source, execution = self.projection, self.source, self.execution
+        streamed = source is not None and any(end is module for end in source.ends)
+        if module is None or not (streamed or execution.blocks):
+            return None
+        if streamed:
+            source.project_by(module)  # type: ignore[union-attr]
+        read = source.block if source and streamed else held(module)
+        logits = self.executing(replace(execution, dequantize=False)).logits
+        return Vocabulary(module, self.blocks, read, logits, execution.dequantize)
 
     def executing(self, execution: Execution) -> "LayerStack":
         """The same layers, to be run so; this stack stays as it is."""
@@ -224,8 +253,9 @@ class LayerStack:
         chunked = [] if self.execution.mlp_rows is None else [m for layer in layers for m in tokenwise_modules(layer)]
         return linear_modules(layers, chunked)
 
-    def expect(self, order: Iterable[Bounds | None]) -> None:
-        """The ranges of layers whose weights are wanted, in order; None where nothing should be read ahead."""
+    def expect(self, order: Iterable[Any]) -> None:
+        """The ranges of layers and the blocks of the vocabulary whose weights are wanted, in order; None where nothing
+        should be read ahead."""
         if self.source:
             self.source.expect(order)
 
@@ -249,9 +279,10 @@ class LayerStack:
                 )
             return result
 
-        self.expect(itertools.cycle((i, i + 1) for i in range(len(self.layers))))
+        head = self.vocabulary
+        self.expect(itertools.cycle([*((i, i + 1) for i in range(len(self.layers))), *(head.blocks if head else ())]))
         try:
-            with intercept(self.layers, handler):
+            with intercept(self.layers, handler), self._looking_up(), head.whole() if head else nullcontext():
                 yield
         finally:
             self.expect(())
@@ -287,12 +318,17 @@ class LayerStack:
         return chunked([m for layer in self.layers[lo:hi] for m in tokenwise_modules(layer)], self.execution.mlp_rows)
 
     def _record(self, stream: Stream, recorder: "_Recorder") -> Tape:
-        with intercept(self.layers, recorder):
+        with intercept(self.layers, recorder), self._looking_up():
             self.whole(stream)
         if len(recorder.calls) != len(self.layers):
             raise UnsupportedModel(f"the model calls {len(recorder.calls)} of its {counted(len(self.layers), 'layer')}")
         assert recorder.embedded is not None
         return Tape(stream, recorder.embedded, recorder.calls)
+
+    def _looking_up(self) -> AbstractContextManager[None]:
+        """Around the model's calls of its embeddings: those on disk are read row by row."""
+        ends = self.source.ends if self.source else []
+        return embedding([end for end in ends if type(end) in EMBEDDINGS], self.source.rows) if ends else nullcontext()  # type: ignore[union-attr]
 
     def _caches(self, stream: Stream) -> list[StreamCache] | None:
         return [StreamCache(stream) for _ in make_prompt_cache(self.model)] if self.attention_only else None

@@ -1,4 +1,4 @@
-"""Frozen weights of the layers read from disk for as long as a range of layers uses them, instead of held in memory.
+"""Frozen weights read from disk for as long as they are used, instead of held in memory.
 
 A model is loaded lazily, so that none of its layers' arrays is ever read as a whole. `Loads` notes which array came
 from which tensor of which safetensors file; an array that reaches its layer as it came, under whatever name, is read
@@ -7,6 +7,9 @@ dtype but no memory.
 
 While one range runs, threads read the next one that `expect` announced. So two ranges are in memory at a time, and one
 more for each that runs ahead. Reads go straight into the arrays' memory: nothing is copied.
+
+Outside the layers the large arrays are those of the ends (`models.ends`): of token embeddings the rows that a stream
+looks up are read, and of the vocabulary's projection a block of rows at a time.
 """
 
 import json
@@ -18,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,10 +29,15 @@ import mlx.nn as nn
 from segtrain.engine.segments import Bounds
 from segtrain.errors import RunFailed, UserError
 from segtrain.models.alike import Place, places
+from segtrain.models.ends import SMALL, Block, ends_of
 
 THREADS = 4  # read at a time: what it takes to reach the speed of a fast disk
 PIECE = 16 << 20  # bytes that one thread reads at a time
-SMALL = 1 << 20  # bytes up to which an array that mlx-lm makes of others stays in memory
+
+Key: TypeAlias = tuple[int, str]
+"""(id of a module, key of an array in it)."""
+Unit: TypeAlias = Bounds | Block
+"""What is read at once: a range of layers, or a block of the vocabulary's projection."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,23 @@ class Tensor:
     file: File
     offset: int
     bytes: int
+
+    def rows(self, lo: int, hi: int, count: int) -> "Tensor":
+        """Rows lo..hi-1 of the `count` along the array's first axis."""
+        each = self.bytes // count
+        return Tensor(self.file, self.offset + lo * each, (hi - lo) * each)
+
+
+@dataclass(frozen=True)
+class Part:
+    """An array to be read."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+    tensor: Tensor
+
+    def rows(self, lo: int, hi: int) -> "Part":
+        return Part((hi - lo, *self.shape[1:]), self.dtype, self.tensor.rows(lo, hi, self.shape[0]))
 
 
 class Loads:
@@ -98,59 +123,64 @@ def _header(path: Path) -> tuple[File, int, dict[str, Any]]:
 
 @dataclass
 class _Reading:
-    """A range whose arrays are being read."""
+    """A unit whose arrays are being read."""
 
-    range: Bounds
+    unit: Unit
     arrays: list[mx.array]
-    pieces: list[Future]
+    begun: Future[list[Future[None]]]
 
     def done(self) -> list[mx.array]:
         """The arrays, once they are read. Raises RunFailed where they can't be."""
-        for piece in self.pieces:
+        for piece in self.begun.result():
             piece.result()
         return self.arrays
 
 
 class Streamed:
-    """The layers' frozen weights, read from the model's files for each use."""
+    """The frozen weights of a model's layers and large ends, read from the model's files for each use."""
 
-    def __init__(self, layers: Sequence[nn.Module], tensors: Sequence[dict[tuple[int, str], Tensor]]):
-        """`tensors`: per layer, where the array at (id of a module, key) lies."""
-        self._layers = layers
+    def __init__(self, model: nn.Module, tensors: Sequence[dict[Key, Tensor]], outside: dict[Key, Tensor]):
+        """By (id of a module, key), where its array lies: per layer, and of whole modules outside the layers."""
         self._where: list[list[Place]] = [
             [(module, key) for module, key in places([layer]) if (id(module), key) in found]
-            for layer, found in zip(layers, tensors, strict=True)
+            for layer, found in zip(model.layers, tensors, strict=True)
         ]
-        self._tensors = [
-            [found[id(module), key] for module, key in where] for where, found in zip(self._where, tensors, strict=True)
-        ]
+        self._parts = [[_part(place, tensors[i]) for place in where] for i, where in enumerate(self._where)]
         self._lazy = [[module[key] for module, key in where] for where in self._where]
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
+        self._outside: dict[int, dict[str, Part]] = {}
+        for place in places([model]):
+            if (id(place[0]), place[1]) in outside:
+                self._outside.setdefault(id(place[0]), {})[place[1]] = _part(place, outside)
+        self.ends = [module for module in ends_of(model) if id(module) in self._outside]
+        self._head: nn.Module | None = None
+        self._readers = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="weights-start")
         self._stream = mx.new_stream(mx.cpu)  # memory is set aside without waiting for what runs
-        self._order: Iterator[Bounds | None] = iter(())
+        self._order: Iterator[Unit | None] = iter(())
         self._next: _Reading | None = None
         self.bytes_read, self.waited = 0, 0.0  # seconds
 
     @property
     def layers(self) -> int:
-        return len(self._layers)
+        return len(self._where)
 
     def bytes(self, lo: int, hi: int) -> int:
         """Of the weights of layers lo..hi-1."""
-        return sum(tensor.bytes for layer in self._tensors[lo:hi] for tensor in layer)
+        return sum(part.tensor.bytes for layer in self._parts[lo:hi] for part in layer)
 
-    def expect(self, order: Iterable[Bounds | None]) -> None:
-        """Ranges in the order in which they will be used. After None nothing is read ahead."""
+    @property
+    def ends_bytes(self) -> int:
+        """Of the weights outside the layers that stay on disk."""
+        return sum(part.tensor.bytes for parts in self._outside.values() for part in parts.values())
+
+    def expect(self, order: Iterable[Unit | None]) -> None:
+        """Units in the order in which they will be used. After None nothing is read ahead."""
         self._order, self._next = iter(order), None
 
     @contextmanager
     def held(self, lo: int, hi: int) -> Iterator[None]:
         """While the block runs, layers lo..hi-1 hold their weights. Raises RunFailed where they can't be read."""
-        begun = time.perf_counter()
-        arrays = self._arrived((lo, hi)).done()
-        self.waited += time.perf_counter() - begun
-        ahead = next(self._order, None)
-        self._next = self._read(ahead) if ahead else None
+        arrays = self._taken((lo, hi))
         where = [place for layer in self._where[lo:hi] for place in layer]
         lazy = [array for layer in self._lazy[lo:hi] for array in layer]
         try:
@@ -160,10 +190,48 @@ class Streamed:
         finally:
             _put(where, lazy)
 
-    def _arrived(self, wanted: Bounds) -> _Reading:
+    def keep(self, ends: Sequence[nn.Module]) -> None:
+        """Hold these of the ends in memory."""
+        for module in ends:
+            mx.eval([module[key] for key in self._outside.pop(id(module))])
+        self.ends = [module for module in self.ends if id(module) in self._outside]
+
+    def project_by(self, module: nn.Module) -> None:
+        """`module`, one of `ends`, is the one that `block` reads."""
+        self._head = module
+
+    def block(self, block: Block) -> dict[str, mx.array]:
+        """These rows of the projection's arrays, by key. Raises RunFailed where they can't be read."""
+        return dict(zip(self._outside[id(self._head)], self._taken(block), strict=True))
+
+    def rows(self, module: nn.Module, numbers: Sequence[int]) -> dict[str, mx.array]:
+        """Rows of `module`'s arrays, one of `ends`, in ascending order. Raises RunFailed where they can't be read."""
+        parts = self._outside[id(module)]
+        runs = _runs(numbers)
+        pieces, arrays = [], {}
+        for key, part in parts.items():
+            arrays[key] = self._set_aside([Part((len(numbers), *part.shape[1:]), part.dtype, part.tensor)])[0]
+            for lo in range(0, len(runs), -(-len(runs) // THREADS)):
+                some = runs[lo : lo + -(-len(runs) // THREADS)]
+                pieces.append(self._readers.submit(_fill_rows, _bytes_of(arrays[key]), part, some))
+            self.bytes_read += arrays[key].nbytes
+        for piece in pieces:
+            piece.result()
+        return arrays
+
+    def _taken(self, wanted: Unit) -> list[mx.array]:
+        """The arrays of `wanted`. From now on the next expected unit is being read."""
+        begun = time.perf_counter()
+        arrays = self._arrived(wanted).done()
+        self.waited += time.perf_counter() - begun
+        ahead = next(self._order, None)
+        self._next = self._read(ahead) if ahead else None
+        return arrays
+
+    def _arrived(self, wanted: Unit) -> _Reading:
         """The reading of `wanted`: the one under way, or one that begins now."""
         reading, self._next = self._next, None
-        if reading is not None and reading.range == wanted:
+        if reading is not None and reading.unit == wanted:
             return reading
         del reading
         for expected in self._order:
@@ -171,21 +239,50 @@ class Streamed:
                 break
         return self._read(wanted)
 
-    def _read(self, wanted: Bounds) -> _Reading:
-        lo, hi = wanted
-        lazy = [array for layer in self._lazy[lo:hi] for array in layer]
-        tensors = [tensor for layer in self._tensors[lo:hi] for tensor in layer]
+    def _read(self, wanted: Unit) -> _Reading:
+        parts = self._parts_of(wanted)
+        arrays = self._set_aside(parts)
+        self.bytes_read += sum(part.tensor.bytes for part in parts)
+        return _Reading(wanted, arrays, self._starter.submit(self._begin, arrays, parts))
+
+    def _parts_of(self, unit: Unit) -> list[Part]:
+        if isinstance(unit, Block):
+            return [part.rows(unit.lo, unit.hi) for part in self._outside[id(self._head)].values()]
+        lo, hi = unit
+        return [part for layer in self._parts[lo:hi] for part in layer]
+
+    def _set_aside(self, parts: Sequence[Part]) -> list[mx.array]:
+        """Arrays for `parts`, whose memory is being set aside."""
         with mx.stream(self._stream):
-            arrays = [mx.zeros(array.shape, array.dtype) for array in lazy]
-            mx.eval(arrays)
-        self.bytes_read += sum(tensor.bytes for tensor in tensors)
-        pieces = [
-            self._pool.submit(_fill, view[at : at + PIECE], tensor.file, tensor.offset + at)
-            for array, tensor in zip(arrays, tensors, strict=True)
+            arrays = [mx.zeros(part.shape, part.dtype) for part in parts]
+            mx.async_eval(arrays)
+        return arrays
+
+    def _begin(self, arrays: Sequence[mx.array], parts: Sequence[Part]) -> list[Future[None]]:
+        """Have `parts` read, once there is memory for them: in a thread of its own, as that may take a while."""
+        return [
+            self._readers.submit(_fill, view[at : at + PIECE], part.tensor.file, part.tensor.offset + at)
+            for array, part in zip(arrays, parts, strict=True)
             for view in [_bytes_of(array)]
-            for at in range(0, tensor.bytes, PIECE)
+            for at in range(0, part.tensor.bytes, PIECE)
         ]
-        return _Reading(wanted, arrays, pieces)
+
+
+def _part(place: Place, found: dict[Key, Tensor]) -> Part:
+    module, key = place
+    return Part(tuple(module[key].shape), module[key].dtype, found[id(module), key])
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Ascending numbers as runs of neighbours: (place of the first, first number, how many)."""
+    runs: list[tuple[int, int, int]] = []
+    for at, number in enumerate(numbers):
+        place, first, count = runs[-1] if runs else (0, number, 0)
+        if number == first + count:
+            runs[-1:] = [(place, first, count + 1)]
+        else:
+            runs.append((at, number, 1))
+    return runs
 
 
 def _bytes_of(array: Any) -> memoryview:
@@ -200,11 +297,27 @@ def _put(where: Sequence[Place], arrays: Sequence[mx.array]) -> None:
 
 def _fill(view: memoryview, file: File, offset: int) -> None:
     """Read `view` from `file` at `offset`. Raises RunFailed."""
+    with _opened(file) as descriptor:
+        _fill_from(descriptor, view, file, offset)
+
+
+def _fill_rows(view: memoryview, part: Part, runs: Sequence[tuple[int, int, int]]) -> None:
+    """Read these runs of rows (see `_runs`) of `part` into `view`, which has room for all of them. Raises RunFailed."""
+    each = part.tensor.bytes // part.shape[0]
+    with _opened(part.tensor.file) as descriptor:
+        for place, first, count in runs:
+            target = view[place * each : (place + count) * each]
+            _fill_from(descriptor, target, part.tensor.file, part.tensor.offset + first * each)
+
+
+@contextmanager
+def _opened(file: File) -> Iterator[int]:
+    """A descriptor of `file`, unchanged. Raises RunFailed, for what goes wrong inside too."""
     try:
         descriptor = os.open(file.path, os.O_RDONLY)
         try:
             file.check(descriptor)
-            _fill_from(descriptor, view, file, offset)
+            yield descriptor
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -225,26 +338,36 @@ def _fill_from(descriptor: int, view: memoryview, file: File, offset: int) -> No
 
 
 def streamed(model: nn.Module, loads: Loads, name: str) -> Streamed:
-    """The weights of a lazily loaded model's layers as a source; everything else is evaluated, to stay in memory.
+    """The weights of a lazily loaded model's layers and ends as a source; all else is evaluated, to stay in memory.
 
     Raises UserError where a layer's large array is not a tensor of the files as it lies there.
     """
     names = {id(module): path for path, module in model.named_modules()}
-    found: list[dict[tuple[int, str], Tensor]] = []
+    found: list[dict[Key, Tensor]] = []
     for layer in model.layers:
-        tensors = {(id(m), key): tensor for m, key in places([layer]) if (tensor := loads.tensor(m[key]))}
-        others = [place for place in places([layer]) if (id(place[0]), place[1]) not in tensors]
+        tensors, others = _located([layer], loads)
         if made := [f"{names[id(m)]}.{key}" for m, key in others if m[key].nbytes > SMALL]:
             raise UserError(
                 f"engine.weights: streamed reads tensors as they lie in the files, and mlx-lm makes {made[0]} of "
                 f"{name} from others; convert the model first: mlx_lm.convert --hf-path {name} --mlx-path NEW"
             )
         found.append(tensors)
-    source = Streamed(model.layers, found)
-    inside = {place for tensors in found for place in tensors}
+    outside: dict[Key, Tensor] = {}
+    for module in ends_of(model):
+        tensors, others = _located([module], loads)
+        outside |= {} if others else tensors
+    source = Streamed(model, found, outside)
+    inside = {place for tensors in (*found, outside) for place in tensors}
     mx.eval([v for _, m in model.named_modules() for k, v in m.items() if _resident(m, k, v, inside)])
     return source
 
 
-def _resident(module: nn.Module, key: str, value: Any, streamed: set[tuple[int, str]]) -> bool:
+def _located(modules: Sequence[nn.Module], loads: Loads) -> tuple[dict[Key, Tensor], list[Place]]:
+    """Where the arrays of `modules` lie, and those that mlx-lm made."""
+    where = places(modules)
+    tensors = {(id(m), key): tensor for m, key in where if (tensor := loads.tensor(m[key]))}
+    return tensors, [(m, key) for m, key in where if (id(m), key) not in tensors]
+
+
+def _resident(module: nn.Module, key: str, value: Any, streamed: set[Key]) -> bool:
     return isinstance(value, mx.array) and (id(module), key) not in streamed
