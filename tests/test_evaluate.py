@@ -64,7 +64,7 @@ def test_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     test = tiny_run.preferences(tmp_path / "test.jsonl", 6, seed=5)
-    run = trained(tmp_path, "dpo", data__test=str(test))
+    run = trained(tmp_path, "dpo", data__test=str(test), engine__rows_together=4)
     found = evaluated(capsys, str(run), "--base")
     rows = [json.loads(line) for line in test.read_text().splitlines()]
     sums: dict[str, list[list[float]]] = {}

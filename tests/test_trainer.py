@@ -231,22 +231,29 @@ def test_each_row_once_an_epoch(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sorted(seen[:12]) == sorted(seen[12:]) == list(range(1, 13))
 
 
+@pytest.mark.parametrize("changes", [{}, {"lora__dropout": 0.2}], ids=["plain", "dropout"])
 @pytest.mark.parametrize("loss", ["sft", "orpo"])
-def test_rows_together_learn_what_they_learn_alone(folder: Path, loss: str) -> None:
-    changes = {"train__grad_accumulation_steps": 4, "train__steps": 3, "engine__prefix_sharing": False}
-    alone, joint = (
-        of(run(folder, f"{loss}-{n}", loss, engine__rows_together=n, **changes)[0], TrainStep) for n in (1, 4)
-    )
-    for one, other in zip(alone, joint, strict=True):
+def test_rows_together_learn_what_they_learn_alone(folder: Path, loss: str, changes: dict[str, Any]) -> None:
+    """And are evaluated alike."""
+    valid = {"data__valid": str(folder / f"{loss}-valid.jsonl"), "output__eval_every": 3}
+    changes = {"train__grad_accumulation_steps": 4, "train__steps": 3, **valid, **changes}
+    name = f"{loss}-{len(changes)}"
+    alone, joint = (run(folder, f"{name}-{n}", loss, engine__rows_together=n, **changes)[0] for n in (1, 4))
+    for one, other in zip(of(alone, TrainStep), of(joint, TrainStep), strict=True):
         assert (one.tokens, one.supervised_tokens) == (other.tokens, other.supervised_tokens)
         assert one.loss == pytest.approx(other.loss, rel=1e-5)
         assert one.metrics == pytest.approx(other.metrics, rel=1e-4, abs=1e-5)
-    assert sum(step.padding_tokens for step in joint) > 0 == sum(step.padding_tokens for step in alone)
-    for name, steps in ((f"{loss}-1", alone), (f"{loss}-4", joint)):
-        lines = [line for line in tiny_run.lines(folder / name, "memory.jsonl") if line["step"] == 1]
-        assert max(line["padding"] for line in lines) <= steps[0].padding_tokens
-        assert any(line["padding"] for line in lines) == bool(steps[0].padding_tokens)
-        assert 0 < max(line["tokens"] for line in lines) <= steps[0].tokens
+    assert sum(step.padding_tokens for step in of(joint, TrainStep)) > 0
+    assert not any(step.padding_tokens for step in of(alone, TrainStep))
+    for one, other in zip(of(alone, Evaluated), of(joint, Evaluated), strict=True):
+        assert (one.rows, one.loss) == (other.rows, pytest.approx(other.loss, rel=1e-5))
+        assert one.metrics == pytest.approx(other.metrics, rel=1e-4, abs=1e-5)
+    for number, events in ((1, alone), (4, joint)):
+        first = of(events, TrainStep)[0]
+        lines = [line for line in tiny_run.lines(folder / f"{name}-{number}", "memory.jsonl") if line["step"] == 1]
+        assert max(line["padding"] for line in lines) <= first.padding_tokens
+        assert any(line["padding"] for line in lines) == bool(first.padding_tokens)
+        assert 0 < max(line["tokens"] for line in lines) <= first.tokens
 
 
 def test_a_dry_run_writes_nothing(folder: Path) -> None:

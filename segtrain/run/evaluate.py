@@ -1,8 +1,8 @@
 """Evaluation of a run's adapter on rows that were not trained on, beside the models that it is to be better than.
 
-A row at a time, by the planner's choice for its length, so memory is that of the longest row without backward; ranks
-share the rows. The loss is the run's own. What compares any two models on any loss: perplexity, and for pairs how often
-and by how much the chosen response is likelier per token.
+By the planner's choice for a row's length, short rows together as in training, so memory is that of the longest row
+without backward; ranks share the rows. The loss is the run's own. What compares any two models on any loss: perplexity,
+and for pairs how often and by how much the chosen response is likelier per token.
 """
 
 import math
@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from segtrain.data.dataset import open_fixed
 from segtrain.engine import objectives
-from segtrain.engine.backward import reference_sums
+from segtrain.engine.backward import Backward, reference_sums
 from segtrain.engine.layouts import CHOSEN, REJECTED, RESPONSE, Layout
 from segtrain.engine.objectives import LossValue, Objective, Scores
 from segtrain.errors import UserError
@@ -26,6 +26,7 @@ from segtrain.models.positions import check_positions
 from segtrain.parallel.ranks import Ranks, join
 from segtrain.recipe.schema import Recipe
 from segtrain.run.base import load_base
+from segtrain.run.passes import Passes
 from segtrain.run.planning import Planner
 from segtrain.run.session import Session, open_session
 from segtrain.storage import checkpoint
@@ -67,11 +68,10 @@ def evaluate(run: Path, recipe: Recipe, *, base: bool, last: bool, progress: Pro
     session.lora.set(params)
     sums = {name: _Sums(objective) for name in _compared(session, base)}
     planner = Planner(session, Meter(), sharing=ranks.local)
-    for number in range(ranks.rank, len(rows), ranks.size):
-        layout = session.layout(rows[number])
-        for name, scores in _scored(session, planner, layout, sums):
-            sums[name].add(scores, objective.loss(scores))
-        progress(number + 1, len(rows))
+    for layout, backward, number in Passes(session, planner.backward, planner.cut).over(rows, ranks):
+        for name, scores in _scored(session, backward, layout, sums):
+            sums[name].add(scores, objective.loss(scores), layout.rows)
+        progress(number, len(rows))
     for one in sums.values():
         one.exchange(ranks)
     ranks.leave()
@@ -88,9 +88,9 @@ def _compared(session: Session, base: bool) -> list[str]:
     return [ADAPTER, *begun, BASE] if base else [ADAPTER]
 
 
-def _scored(session: Session, planner: Planner, layout: Layout, names: Iterable[str]) -> Iterator[tuple[str, Scores]]:
-    """Each model's scores of one row."""
-    lora, backward = session.lora, planner.backward(layout)
+def _scored(session: Session, backward: Backward, layout: Layout, names: Iterable[str]) -> Iterator[tuple[str, Scores]]:
+    """Each model's scores of one row, or of several together."""
+    lora = session.lora
     models: dict[str, Callable[[], AbstractContextManager[None]]] = {
         ADAPTER: nullcontext,
         START: lora.as_at_start,
@@ -113,16 +113,16 @@ class _Sums:
         names = ("rows", "loss", "weight", "logp", "count", "tokens", LIKELIER, LEAD, *self.objective.metrics)
         self.totals = dict.fromkeys(names, 0.0)
 
-    def add(self, scores: Scores, value: LossValue) -> None:
+    def add(self, scores: Scores, value: LossValue, rows: int) -> None:
         answer = CHOSEN if self.objective.pairs else RESPONSE
-        found = {"rows": 1, "loss": value.total, "weight": value.weight, **value.metrics}
+        found: dict[str, Any] = {"rows": 1.0, "loss": value.total, "weight": value.weight, **value.metrics}
         found |= {"logp": scores.sums[answer], "count": scores.counts[answer]}
         found["tokens"] = scores.counts[answer] + scores.counts.get(REJECTED, 0)
         if self.objective.pairs:
             lead = scores.sums[CHOSEN] / scores.counts[CHOSEN] - scores.sums[REJECTED] / scores.counts[REJECTED]
             found |= {LIKELIER: lead > 0, LEAD: lead}
         for name, number in found.items():
-            self.totals[name] += float(cast(float, number.item())) if isinstance(number, mx.array) else float(number)
+            self.totals[name] += _summed(number, rows)
 
     def exchange(self, ranks: Ranks) -> None:
         _, summed = ranks.sum({}, list(self.totals.values()))
@@ -135,6 +135,13 @@ class _Sums:
         found = {"loss": total["loss"] / total["weight"], "perplexity": math.exp(min(nats, 700.0))}
         names = [LIKELIER, LEAD] * self.objective.pairs + list(self.objective.metrics)
         return found | {name: total[name] / total["rows"] for name in names}
+
+
+def _summed(number: mx.array | float, rows: int) -> float:
+    """The sum over rows of what is one number for each of them, or one for them all."""
+    if not isinstance(number, mx.array):
+        return float(number) * rows
+    return float(cast(float, mx.broadcast_to(number.astype(mx.float32), (rows,)).sum().item()))
 
 
 def _adapter(run: Path, last: bool) -> tuple[Path, str]:

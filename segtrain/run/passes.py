@@ -9,7 +9,10 @@ from segtrain.data.rows import Row
 from segtrain.engine.backward import Backward
 from segtrain.engine.layouts import Layout
 from segtrain.errors import RunFailed, counted, reason
+from segtrain.parallel.ranks import Ranks
 from segtrain.run.session import Session
+
+WINDOW = 64  # rows to evaluate that are looked at for which of them run together
 
 Choose: TypeAlias = Callable[[Layout], Backward]
 Cut: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
@@ -48,6 +51,18 @@ class Passes:
         layout = self.session.layout(rows[0]) if len(rows) == 1 else self.session.together(rows)
         backward = self.choose(layout)
         return self.session.referenced(rows, layout, backward), backward
+
+    def over(self, rows: Sequence[Row], ranks: Ranks) -> Iterator[tuple[Layout, Backward, int]]:
+        """This rank's share of `rows`, every `size`-th one, in groups; and how many of all are reached by then.
+
+        Only `WINDOW` of them are in memory at a time.
+        """
+        numbers = range(ranks.rank, len(rows), ranks.size)
+        for at in range(0, len(numbers), WINDOW):
+            window, done = [rows[number] for number in numbers[at : at + WINDOW]], at
+            for group in self.groups(window):
+                done += len(group)
+                yield *self.prepared([window[number] for number in group]), numbers[done - 1] + 1
 
 
 @contextmanager

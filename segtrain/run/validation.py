@@ -9,8 +9,6 @@ from segtrain.run.passes import Passes
 from segtrain.run.state import RunState
 from segtrain.run.updates import Totals, Updates
 
-WINDOW = 64  # rows that are looked at for which of them run together
-
 
 class Validation:
     """Evaluates the first `eval.rows` rows (all of them by default)."""
@@ -36,16 +34,12 @@ class Validation:
         return Evaluated(state.step, loss, totals.rows, time.perf_counter() - begun, best, totals.mean_metrics)
 
     def _totals(self, stop: Callable[[], bool]) -> Totals:
-        """This rank's rows: every `size`-th one."""
-        totals, ranks = self.updates.totals(), self.updates.ranks
-        numbers = range(ranks.rank, len(self.rows), ranks.size)
-        for at in range(0, len(numbers), WINDOW):
-            rows = [self.rows[number] for number in numbers[at : at + WINDOW]]
-            for group in self.passes.groups(rows):
-                if stop():
-                    totals.stop = True
-                    return totals
-                layout, backward = self.passes.prepared([rows[number] for number in group])
-                totals.add(backward.evaluate(layout), layout)
+        """Of this rank's rows."""
+        totals = self.updates.totals()
+        for layout, backward, _ in self.passes.over(self.rows, self.updates.ranks):
+            if stop():
+                totals.stop = True
+                break
+            totals.add(backward.evaluate(layout), layout)
             totals.settle()
         return totals
