@@ -15,6 +15,7 @@ outputs and gradients to them. Lines are appended to `--json`.
 
 import argparse
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -25,11 +26,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-from mlx_lm.models.ssm import ssm_attn
+from segtrain.memory.backends import LONG
+from segtrain.run.environment import prepare
 
-from segtrain.recurrence import diagonal, gated_delta, rwkv7, selective_scan, ssd
-from segtrain.recurrence.sizes import Sizes
+prepare(os.environ, longest=LONG)  # as a run on long rows does, before mlx is imported
+
+import mlx.core as mx  # noqa: E402
+from mlx_lm.models.ssm import ssm_attn  # noqa: E402
+
+from segtrain.recurrence import diagonal, gated_delta, rwkv7, selective_scan, ssd  # noqa: E402
+from segtrain.recurrence.sizes import Sizes  # noqa: E402
 
 normal = mx.random.normal
 Make = Callable[..., list[mx.array]]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import pytest
+import tiny
 
 from segtrain.attention.turns import Turns, cut
 
@@ -110,6 +111,7 @@ def cheap(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
     return call(q, k, v)
 
 
+@tiny.frees_at_once
 def test_calls_that_take_turns_need_less(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(globals(), "attention", cheap)
     q, k, v = (queries(), queries() * 2, queries() * 3)

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+import tiny
 
 from segtrain.recurrence import grouped as grouped_module
 from segtrain.recurrence.grouped import MOST, group_of, scan
@@ -87,6 +88,7 @@ def test_bfloat16_inputs_keep_their_dtype():
     assert outputs[1].dtype == mx.float32
 
 
+@tiny.frees_at_once
 def test_backward_runs_each_group_twice_and_needs_one_groups_memory():
     calls = []
 

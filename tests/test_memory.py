@@ -108,6 +108,7 @@ def step(passes: SegmentedBackward) -> object:
     return passes.step(tiny.row(TOKENS + 1))
 
 
+@tiny.frees_at_once
 def test_each_segment_s_boundary_goes_as_backward_passes_it() -> None:
     """All boundaries and one cotangent; the last hidden states, which only the head needs, are gone by then."""
     assert held(step, "backward") == [boundaries + 1 for boundaries in range(LAYERS, 0, -1)]
