@@ -3,6 +3,7 @@ what was trained.
 """
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
+import tiny_configs
 import tiny_run
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRALinear as Theirs
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_adapters, load_model
 
+from segtrain import cli
 from segtrain.engine import objectives
 from segtrain.engine.backward import FullBackward, Step
 from segtrain.engine.layouts import pair, shared_prefix
@@ -434,6 +437,34 @@ def test_a_run_goes_on_from_a_dora_adapter_and_from_no_other_kind(folder: Path, 
     plain = recipe(folder, lora=further | {"kind": "lora"}, output__dir=str(tmp_path / "other"))
     with pytest.raises(UserError, match=r"is of kind dora, the recipe's of kind lora; write lora\.kind: dora"):
         open_session(plain, objectives.sft, load(own.model))
+
+
+def test_by_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tiny_run.recipe_file(tmp_path, lora={"kind": "dora", "rank": 2}, train__steps=2)
+    assert cli.run(["sft", str(path)]) == 0
+    assert cli.run(["sft", str(path), "--resume", "--set", "train.steps=3"]) == 0
+    config = json.loads((tmp_path / "run/adapter_config.json").read_text())
+    assert config["fine_tune_type"] == "dora"
+    capsys.readouterr()
+    arguments = ["eval", str(tmp_path / "run"), "--data", str(tmp_path / "sft-train.jsonl"), "--base", "--json"]
+    assert cli.run(arguments) == 0
+    found = json.loads(capsys.readouterr().out)["models"]
+    assert found["adapter"]["loss"] < found["base"]["loss"]
+    assert cli.run(["export", str(tmp_path / "run"), "--format", "peft", "--out", str(tmp_path / "peft")]) == 0
+    assert (tmp_path / "peft/adapter_model.safetensors").exists()
+
+
+def test_experts_are_refused_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tiny_configs.save("mixtral", tmp_path / "experts")
+    tiny_run.mapping(tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "model" / file, tmp_path / "experts")
+    path = tiny_run.recipe_file(tmp_path, model=str(tmp_path / "experts"), lora={"kind": "dora"})
+    for command in (["sft", str(path)], ["plan-segments", str(path), "--seq", "64"]):
+        assert cli.run(command) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "lora.kind: dora isn't defined on the stacked experts" in said
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
