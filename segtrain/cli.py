@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from segtrain.recipe.schema import Recipe
 
 DONE, FAILED, MISUSED = 0, 1, 2
-RECIPES = ("recipe.resolved.yaml", "recipe.yaml")  # a run's, the first one that is there
 FIRST_RUN = "no recipe given; `segtrain init` writes one to start from, then: segtrain {command} recipe.yaml"
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, whether typer ships its own copy or not
 
@@ -215,25 +214,14 @@ def plan_segments(
     Compares segment sizes and recommends one; exit code 1: nothing fits. Reads config.json only, and weights only with
     --measure.
     """
-    if recipe is None and model is None:
-        raise UserError("give a recipe, or --model with --seq: segtrain plan-segments --model DIR --seq 8192")
     if recipe is None and set_:
         raise UserError("--set changes a recipe, and none is given")
-    from segtrain.recipe.schema import parse_bytes
+    from segtrain.api import plan
 
-    if budget is not None:
-        parse_bytes(budget)
-    if device is not None and measure:
-        raise UserError("--measure runs on this machine: leave --device out")
     loaded = _load(recipe, set_, "plan-segments") if recipe else None
-
-    from segtrain.run.environment import prepare
-    from segtrain.run.preview import preview
-
-    prepare(os.environ, longest=seq or (loaded.data.max_seq_length if loaded else 0))  # as a training run does
     if measure and model is None:
         _announce(loaded)
-    found = preview(loaded, model=model, seq=seq, budget=budget, device=device, measure=measure)
+    found = plan(loaded, model=model, seq=seq, budget=budget, device=device, measure=measure)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
@@ -260,16 +248,12 @@ def check(
     tokens marked. Trains nothing.
     """
     loaded = _load(recipe, set_, "check")
-    from segtrain.data.check import check_data
-    from segtrain.models.positions import check_positions
+    from segtrain.api import check as examine
     from segtrain.terminal.counter import counter
     from segtrain.terminal.progress import print_check
 
     with counter("rows") as count:
-        report = check_data(loaded, progress=count, rows=rows or int(as_json))
-    longest = max(report.counts["longest"], report.counts.get("valid_longest", 0))
-    for text in check_positions(_config(loaded.model), longest):
-        typer.echo(f"note: {text}", err=True)
+        report = examine(loaded, rows=rows or int(as_json), workers=None, progress=count)
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:
@@ -372,12 +356,13 @@ def _export(run: Path, out: Path, format_: ExportFormat, model: str | None, only
     return writers[format_](run, out, recipe=recipe, model=model, **only)
 
 
-def _recipe_of(run: Path, changes: Sequence[str] = ()) -> "Recipe | None":
+def _recipe_of(run: Path) -> "Recipe | None":
     """The recipe of a run's directory; None where it has none."""
+    from segtrain.api import recipe_file
     from segtrain.recipe.schema import load_recipe
 
-    file = next((path for name in RECIPES if (path := run / name).is_file()), None)
-    return load_recipe(file, changes) if file else None
+    file = recipe_file(run)
+    return load_recipe(file) if file else None
 
 
 @app.command(
@@ -402,22 +387,16 @@ def evaluate(
 
     Loss and perplexity, and for preference rows accuracy and margins, of the best adapter that the run has kept.
     """
-    recipe = _recipe_of(run, [f"data.test={json.dumps(data)}"] if data else [])
-    if recipe is None:
-        raise UserError(f"{run} is no run directory: it has no {RECIPES[-1]}")
-    from segtrain.run.environment import prepare
-
-    prepare(os.environ, longest=recipe.data.max_seq_length)
-    from segtrain.run.evaluate import evaluate as measure
+    from segtrain.api import evaluate as measure
     from segtrain.terminal.counter import counter
     from segtrain.terminal.progress import print_evaluation
 
-    _announce(recipe)
+    _announce(_recipe_of(run))
     with counter("rows") as count:
-        found = measure(run, recipe, base=base, last=last, progress=count)
-    if found and as_json:
+        found = measure(run, data=data, base=base, last=last, progress=count)
+    if as_json and _writes():
         typer.echo(json.dumps(found.as_json()))
-    elif found:
+    elif _writes():
         print_evaluation(found.as_json())
     return DONE
 
@@ -605,16 +584,6 @@ def _announce(recipe: "Recipe | None") -> None:
         typer.echo(f"note: {text}", err=True)
 
 
-def _config(model: str) -> dict[str, Any]:
-    """A model's config.json; empty where there is only a tokenizer, which is enough to count rows."""
-    from segtrain.memory.source import find
-
-    try:
-        return find(model).config
-    except UserError:
-        return {}
-
-
 def _require_command(recipe: "Recipe", path: Path, command: str) -> None:
     """Raises UserError where the recipe names a loss (`training_mode`) that the command doesn't train."""
     asked = recipe.asked_loss
@@ -625,37 +594,25 @@ def _require_command(recipe: "Recipe", path: Path, command: str) -> None:
 
 
 def _train(loss: str, recipe: "Recipe", *, dry_run: bool, **flags: bool) -> int:
-    from segtrain.run.environment import prepare
-
-    prepare(os.environ, longest=recipe.data.max_seq_length)  # before anything imports mlx
-    from segtrain.parallel.ranks import join
-    from segtrain.run.logging_backends import require
-    from segtrain.run.trainer import Trainer
+    from segtrain.api import stream_events
+    from segtrain.event import RunEnded
     from segtrain.terminal.progress import make_progress
 
-    require(recipe.output.report_to)
-    with ExitStack() as stack:
-        sinks: list[Callable[[Event], None]] = []
-        if join().writes:
-            sinks.append(stack.enter_context(make_progress(every=recipe.output.report_every)))
-        events = Trainer(recipe, loss, dry_run=dry_run, **flags).events()
-        return _follow(events, sinks, [] if dry_run or not sinks else recipe.output.report_to, recipe)
+    with StopRequest() as stop, ExitStack() as stack:
+        show: Callable[[Event], None] | None = None
+        code = DONE
+        for event in stream_events(recipe, loss, stop=stop, dry_run=dry_run, **flags):
+            if show is None and _writes():
+                show = stack.enter_context(make_progress(every=recipe.output.report_every))
+            if show is not None:
+                show(event)
+            if isinstance(event, RunEnded) and event.reason == "interrupted":
+                code = INTERRUPTED
+        return code
 
 
-def _follow(
-    events: "Iterable[Event]", sinks: "list[Callable[[Event], None]]", trackers: Sequence[str], recipe: "Recipe"
-) -> int:
-    """Show every event; trackers start with the first figures, once the run is accepted."""
-    from segtrain.event import Evaluated, RunEnded, TrainStep
-    from segtrain.run.logging_backends import make_loggers
+def _writes() -> bool:
+    """Whether this process shows and writes things: one of several ranks does. Only for where mlx is imported."""
+    from segtrain.parallel.ranks import join
 
-    code = DONE
-    for event in events:
-        if isinstance(event, Evaluated | TrainStep) and trackers:
-            sinks += make_loggers(trackers, Path(recipe.output.dir), recipe.output.project or "segtrain")
-            trackers = ()
-        for sink in sinks:
-            sink(event)
-        if isinstance(event, RunEnded) and event.reason == "interrupted":
-            code = INTERRUPTED
-    return code
+    return join().writes

@@ -24,7 +24,50 @@ SECOND = "left at once; the last checkpoint is intact: go on with --resume"
 SHOW_CURSOR = "\x1b[?25h"
 
 
-class StopRequest:
+class Stop:
+    """A wish that a run ends in order after the step at hand: whoever has it sets `requested`."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._holding = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While the block runs a first signal only sets `requested`."""
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+
+
+class Interrupts(Stop):
+    """Ctrl-C for a run inside somebody else's program, which goes on whatever becomes of the run.
+
+    Within `caught`, the first one only sets `requested` where the run is `held`; any other raises KeyboardInterrupt.
+    """
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Take Ctrl-C over for the block: in the main thread, and where Python's own handler has it."""
+        main = threading.current_thread() is threading.main_thread()
+        if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again, self.requested = self.requested, True
+        if again or not self._holding:
+            raise KeyboardInterrupt
+        say(f"\nsegtrain: {FIRST}")
+
+
+class StopRequest(Stop):
     """While entered, catches the three signals (in the main thread; in another one it does nothing).
 
     Outside `held` the first raises KeyboardInterrupt, as nothing is to be saved; inside it only sets `requested`. The
@@ -34,9 +77,8 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        super().__init__()
         self.interrupted = False
-        self._holding = False
         self._before: dict[signal.Signals, object] = {}
         self._pipe_before, self._pipe = -1, -1
 
@@ -61,15 +103,6 @@ class StopRequest:
         self._before = {}
         if self.interrupted and isinstance(error, Exception):
             raise KeyboardInterrupt from error
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """While the block runs a first signal only sets `requested`."""
-        self._holding = True
-        try:
-            yield
-        finally:
-            self._holding = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = True

@@ -30,9 +30,9 @@ class Room(NamedTuple):
     rooms: Set[str] = frozenset()
 
 
-LEAVES = {"errors", "event", "signals"}  # they import nothing
+LEAVES = {"cache", "errors", "event", "signals"}  # they import nothing
 ROOMS: dict[str, Room] = {
-    "recipe": Room({"pydantic", "pydantic_core", "yaml"}, {"errors"}),
+    "recipe": Room({"pydantic", "pydantic_core", "yaml"}, {"cache", "errors"}),
     "data": Room({"datasets", "numpy", "pyarrow", "transformers"}, {"errors", "event", "hub", "recipe"}),
     "engine": Room(MLX, {"errors", "lora"}),
     "attention": Room(MLX, {"errors"}),
@@ -41,7 +41,7 @@ ROOMS: dict[str, Room] = {
     "lora": Room(MLX_LM | HUB | {"gguf", "numpy"}, {"errors", "recipe", "storage"}),
     "memory": Room(
         MLX_LM | HUB | {"psutil"},
-        {"attention", "engine", "errors", "event", "hub", "lora", "models", "recipe", "recurrence"},
+        {"attention", "cache", "engine", "errors", "event", "hub", "lora", "models", "recipe", "recurrence"},
     ),
     "storage": Room(MLX, {"errors", "recipe"}),
     "parallel": Room(MLX | {"numpy"}, {"errors", "signals"}),
@@ -54,16 +54,17 @@ ROOMS: dict[str, Room] = {
     ),
     "terminal": Room({"rich"}, {"errors", "event"}),
     "report": Room({"plotly", "yaml"}, {"errors", "terminal"}),
+    "api": Room(set(), {*LEAVES, "data", "memory", "models", "parallel", "recipe", "run", "terminal"}),
     "cli": Room(
-        {"typer"},
-        {*LEAVES, "data", "lora", "memory", "models", "parallel", "recipe", "report", "run", "terminal"},
+        {"typer"}, {*LEAVES, "api", "lora", "memory", "models", "parallel", "recipe", "report", "run", "terminal"}
     ),
     "hub": Room(HUB, {"errors"}),
     **{leaf: Room() for leaf in LEAVES},
     "__main__": Room(set(), {"cli"}),
-    "": Room(),  # segtrain/__init__.py, which holds the version and which everybody may import
+    # segtrain/__init__.py, whose version everybody may import, and which itself imports when a name is used
+    "": Room(set(), {"api", "errors", "event", "recipe"}),
 }
-WITHOUT_MLX = {"cli", "data", "hub", "memory", "recipe", "report", "terminal", *LEAVES}
+WITHOUT_MLX = {"api", "cli", "data", "hub", "memory", "recipe", "report", "terminal", *LEAVES}
 BUT = {"memory.meter", "memory.anatomy", "memory.doors", "memory.graph"}
 WITHOUT_MLX_TOO = ["engine.segments", "models.support", "run.preview"]
 

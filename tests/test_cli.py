@@ -16,6 +16,7 @@ import pytest
 from segtrain import cli
 from segtrain.errors import RunFailed, UserError
 from segtrain.event import Evaluated, Event, Notice, RunEnded, RunStarted
+from segtrain.signals import Stop
 from segtrain.terminal.counter import CLEAR, counter
 
 RECIPE = "model: m\ndata: {train: a.jsonl}\noutput: {dir: run, report_every: 7}\n"
@@ -68,7 +69,7 @@ class FakeTrainer:
     script: tuple[Event | BaseException, ...] = ()
     made: tuple[Any, ...] = ()
 
-    def __init__(self, recipe: Any, loss: str, **flags: bool) -> None:
+    def __init__(self, recipe: Any, loss: str, stop: Stop, **flags: bool) -> None:
         type(self).made = (recipe, loss, flags)
 
     def events(self) -> Iterator[Event]:
@@ -310,7 +311,7 @@ def test_verify_grads(passed: bool, workplace: Path, install: Install) -> None:
 def test_check_models_and_bench_print(workplace: Path, install: Install) -> None:
     shown: list[Any] = []
     report = SimpleNamespace(counts={"longest": 3})
-    install("segtrain.data.check", check_data=lambda recipe, progress, rows: progress(1, 2) or report)
+    install("segtrain.data.check", check_data=lambda recipe, progress, **_: progress(1, 2) or report)
     install("segtrain.models.positions", check_positions=lambda config, longest: [])
     install("segtrain.models.support", table=lambda: ["llama"])
     install("segtrain.run.bench", bench=lambda: "bench")

@@ -6,6 +6,7 @@ are no longer asked for; test_faults.py kills real processes.
 """
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,19 @@ def recipe_of(folder: Path, case: str, run: str) -> tuple[Recipe, Any]:
 def train(
     recipe: Recipe, loss: Any, stop_after: int | None = None, kind: type = TrainStep, **flags: bool
 ) -> list[Event]:
-    """The events of a run, given up after the first of `kind` at step `stop_after`."""
+    """The events of a run, killed after the first of `kind` at step `stop_after`: it saves nothing more."""
     seen: list[Event] = []
     events = Trainer(recipe, loss, **flags).events()
     for event in events:
         seen.append(event)
         if stop_after is not None and isinstance(event, kind) and getattr(event, "step", 0) >= stop_after:
-            break
-    events.close()  # type: ignore[attr-defined]
+            with suppress(Killed):
+                events.throw(Killed())
     return seen
+
+
+class Killed(Exception):
+    """What ends a run wherever it is."""
 
 
 @pytest.fixture(scope="module")

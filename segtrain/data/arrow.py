@@ -14,6 +14,7 @@ from segtrain.data.raw import Raw
 from segtrain.data.rows import Origin
 from segtrain.data.slices import bounds, parted
 from segtrain.errors import UserError, reason
+from segtrain.recipe.row_files import without_nulls
 
 SAVED = ("dataset_dict.json", "state.json")
 
@@ -233,12 +234,3 @@ def _slice(dataset: Any, part: str, name: str, split: str) -> Any:
     if not hasattr(dataset, "select"):
         raise UserError(f"{name}: can't take {split!r}; slices are like train[:80%], and need streaming: false")
     return dataset.select(range(*bounds(part, len(dataset), split)))
-
-
-def without_nulls(value: Any) -> Any:
-    """Columnar formats give every struct all fields; those a row doesn't have are null and would confuse templates."""
-    if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value

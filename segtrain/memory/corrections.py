@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from segtrain.cache import cache
 from segtrain.memory import machine
 from segtrain.memory.plan import Plan
 from segtrain.memory.shapes import Model
@@ -70,7 +71,7 @@ def keep(model: Model, backend: str, corrections: Corrections) -> None:
 
 
 def _path() -> Path:
-    return machine.cache() / FILE
+    return cache() / FILE
 
 
 def _key(model: Model) -> str:

@@ -15,16 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from segtrain.cache import cache
 from segtrain.memory.backends import Backend
 from segtrain.memory.timing import DEFAULTS, Speed
-
-
-def cache() -> Path:
-    """The directory of what is kept between runs, on this system."""
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "segtrain"
-    home = Path.home()
-    return (home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache") / "segtrain"
 
 
 def path() -> Path:

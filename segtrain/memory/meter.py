@@ -1,5 +1,6 @@
 """The meter: memory and time by phase, read from MLX's allocator and the process. GiB are 2^30 bytes."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,11 +39,37 @@ def set_limits(memory: int, cache: int) -> None:
     mx.set_cache_limit(cache)
 
 
-class Meter:
-    """A context around each phase; `record` gets one JSON object a phase, `peak` is the highest since `start_step`."""
+@contextmanager
+def allocator_as_it_was() -> Iterator[int]:
+    """Whatever a block sets of mlx's allocator and draws of its random numbers, it leaves as they were.
 
-    def __init__(self, record: Callable[[dict[str, Any]], None] | None = None):
-        self.record = record
+    Yields the bytes in use beforehand: whoever runs the block may have arrays of their own.
+    """
+    memory, cache = mx.get_memory_limit(), mx.set_cache_limit(0)
+    mx.set_cache_limit(cache)
+    (key,) = mx.random.state  # type: ignore[misc]
+    high, low = key.tolist()  # type: ignore[has-type]
+    try:
+        yield mx.get_active_memory()
+    finally:
+        set_limits(memory, cache)
+        mx.random.seed(high << 32 | low)
+
+
+def give_back() -> None:
+    """Free what is left of a model that nobody holds: circles of Python's objects, and mlx's cache."""
+    gc.collect()
+    mx.clear_cache()
+
+
+class Meter:
+    """A context around each phase; `record` gets one JSON object a phase, `peak` is the highest since `start_step`.
+
+    `held`: bytes that the process held before, which aren't counted.
+    """
+
+    def __init__(self, record: Callable[[dict[str, Any]], None] | None = None, held: int = 0):
+        self.record, self.held = record, held
         self.step = self.tokens = self.padding = 0
         self._peak = 0
 
@@ -68,8 +95,8 @@ class Meter:
             "tokens": self.tokens,
             "padding": self.padding,
             "seconds": round(seconds, 6),
-            "peak_gib": mx.get_peak_memory() / GIB,
-            "active_gib": mx.get_active_memory() / GIB,
+            "peak_gib": self._own(mx.get_peak_memory()) / GIB,
+            "active_gib": self._own(mx.get_active_memory()) / GIB,
             "cache_gib": mx.get_cache_memory() / GIB,
         }
         self._note_peak()
@@ -81,10 +108,13 @@ class Meter:
         self._note_peak()
         return Memory(
             peak_gib=self._peak / GIB,
-            active_gib=mx.get_active_memory() / GIB,
+            active_gib=self._own(mx.get_active_memory()) / GIB,
             cache_gib=mx.get_cache_memory() / GIB,
             rss_gib=_process.memory_info().rss / GIB,
         )
 
     def _note_peak(self) -> None:
-        self._peak = max(self._peak, mx.get_peak_memory())
+        self._peak = max(self._peak, self._own(mx.get_peak_memory()))
+
+    def _own(self, amount: int) -> int:
+        return max(0, amount - self.held)

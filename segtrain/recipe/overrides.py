@@ -1,7 +1,7 @@
 """`--set`: changes of a recipe from the command line. Of keys that exclude each other, the one set last wins."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from segtrain.recipe import mlx_lm_keys, yaml_file
 from segtrain.recipe.mlx_lm_keys import Translation
@@ -11,12 +11,12 @@ ALTERNATIVES = (
     ("train.warmup_steps", "train.warmup_ratio"),
     ("lora.alpha", "lora.scale"),
 )
+Typed: TypeAlias = tuple[tuple[str, ...], Any]  # a key's path and its value
 MARK = "--set "  # before a key in messages: it was typed, it doesn't stand in the file
 
 
-def translated(values: dict[str, Any], changes: Sequence[str]) -> Translation:
-    """A file's `values` with the changes (`train.steps=5`) made, in this recipe's keys. Raises UserError."""
-    typed = yaml_file.assignments(changes)
+def translated(values: dict[str, Any], typed: Sequence[Typed]) -> Translation:
+    """A file's `values` with the changes made, in this recipe's keys. Raises UserError."""
     for name, value in typed:
         if mlx_lm_keys.is_alias(name):
             yaml_file.assign(values, name, value)

@@ -89,6 +89,7 @@ train:
   warmup_ratio: 0.03             # share of the updates in which the rate rises
   grad_accumulation_steps: 4     # rows an update; more: steadier, fewer updates an epoch; costs no memory
   seed: 0
+  # patience: 3                  # evaluations without a better validation loss that end the run
 
 eval:
   prompts: []                    # questions to answer before training and at each evaluation: ["What is ...?"]
@@ -97,6 +98,7 @@ output:
   dir: runs/{stem}
   save_every: 100                # updates; a run that stops goes on from the newest checkpoint with --resume
   eval_every: 100
+  # final: best                  # the adapter that the run leaves, by validation loss; without it the last one
 """
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -29,8 +30,8 @@ from pydantic import (
 )
 
 from segtrain.errors import UserError, counted
-from segtrain.recipe import mlx_lm_keys, yaml_file
-from segtrain.recipe.overrides import MARK, translated
+from segtrain.recipe import mlx_lm_keys, row_files, yaml_file
+from segtrain.recipe.overrides import MARK, Typed, translated
 from segtrain.recipe.problems import Problem, lines_of, listing, problems_error
 
 Auto: TypeAlias = Literal["auto"]
@@ -307,6 +308,7 @@ class TrainRecipe(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     grad_accumulation_steps: int = Field(default=1, ge=1)
     max_grad_norm: float | None = Field(default=1.0, ge=0)  # 0 or null: no clipping
+    patience: int | None = Field(default=None, ge=1)  # evaluations without a better loss that end the run
     seed: int = Field(default=0, ge=0, lt=2**63)
 
     def warmup(self, steps: int) -> int:
@@ -347,6 +349,7 @@ class OutputRecipe(Section):
     eval_every: int = Field(default=100, ge=0)
     report_every: int = Field(default=1, ge=1)
     keep_checkpoints: int = Field(default=3, ge=1)
+    final: Literal["last", "best"] = "last"  # the adapter that stands in `dir` when the run is done
     report_to: Annotated[
         tuple[Literal["wandb", "tensorboard", "trackio"], ...], BeforeValidator(_listed), Strict(False)
     ] = ()
@@ -369,6 +372,19 @@ class Recipe(Section):
     eval: EvalRecipe = EvalRecipe()
     output: OutputRecipe = OutputRecipe()
     trust_remote_code: bool = False
+
+    def __init__(self, **sections: Any) -> None:
+        """Sections by keyword: `Recipe(model="...", data={"train": rows}, train={"steps": 100})`.
+
+        `data.train`, `valid` and `test` may be any iterable of mappings too (row_files.py). Raises UserError with every
+        error at once.
+        """
+        translation = mlx_lm_keys.translate(row_files.plain(sections))
+        with _all_at_once(translation, "recipe"):
+            super().__init__(**translation.values)
+        self._remark(translation)
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # validation doesn't call it, as it validates
 
     _notices: tuple[str, ...] = PrivateAttr(())
     _source: Path | None = PrivateAttr(None)
@@ -435,6 +451,24 @@ class Recipe(Section):
         """Check `values`, this recipe's keys or mlx-lm's. Raises UserError with every error at once."""
         return _checked(mlx_lm_keys.translate(values), source)
 
+    @classmethod
+    def from_yaml(cls, path: str | Path, **sections: Any) -> "Recipe":
+        """The recipe in a file, changed by sections as the constructor takes them: `train={"steps": 100}`.
+
+        Raises UserError with every error at once.
+        """
+        typed = list(_assignments(row_files.plain(sections)))
+        try:
+            recipe = _loaded(Path(path), typed)
+        except UserError as error:
+            raise UserError(str(error).replace(MARK, "")) from None
+        recipe._notices = tuple(text.replace(MARK, "") for text in recipe._notices)
+        return recipe
+
+    def _remark(self, translation: mlx_lm_keys.Translation) -> None:
+        self._notices = (*translation.notices, *self._own_notices())
+        self._asked_loss = translation.asked_loss
+
     def _own_notices(self) -> Iterator[str]:
         if self.data.test:
             yield "data.test is not read in training: `segtrain eval RUN` evaluates it"
@@ -451,8 +485,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises UserError, with every error at once. `output.dir` is runs/<file name> where it isn't given.
     """
-    source = Path(path)
-    translation = translated(yaml_file.read(source), overrides)
+    return _loaded(Path(path), yaml_file.assignments(overrides))
+
+
+def _loaded(source: Path, typed: Sequence[Typed]) -> Recipe:
+    translation = translated(yaml_file.read(source), typed)
     if translation.values.get("output") is None:
         translation.values["output"] = {}
     if isinstance(output := translation.values["output"], dict):
@@ -463,16 +500,31 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _checked(translation: mlx_lm_keys.Translation, source: str) -> Recipe:
+    with _all_at_once(translation, source):
+        recipe = Recipe.model_validate(translation.values)
+    recipe._remark(translation)
+    return recipe
+
+
+@contextmanager
+def _all_at_once(translation: mlx_lm_keys.Translation, source: str) -> Iterator[None]:
+    """Raises UserError with what translation found and what validation, the block, finds."""
     lines = [translation.blamed(line) for line in translation.problems]
     try:
-        recipe = Recipe.model_validate(translation.values)
+        yield
     except ValidationError as error:
         lines += lines_of(error, Recipe, translation.origins)
     if lines:
         raise UserError(_listed_errors(list(dict.fromkeys(lines)), source))
-    recipe._notices = (*translation.notices, *recipe._own_notices())
-    recipe._asked_loss = translation.asked_loss
-    return recipe
+
+
+def _assignments(sections: Mapping[str, Any]) -> Iterator[Typed]:
+    """Each key of each section as its path and value."""
+    for name, section in sections.items():
+        if isinstance(section, dict):
+            yield from (((name, key), value) for key, value in section.items())
+        else:
+            yield (name,), section
 
 
 def _listed_errors(lines: list[str], source: str) -> str:

@@ -1,7 +1,8 @@
 """What may differ between a checkpoint and the run that goes on from it.
 
-A run may be made longer or shorter, and the limit on its rows may change: neither makes what was learnt worthless, and
-messages advise both. Anything else needs `--force`, which takes what still fits and begins anew with what doesn't.
+A run may be made longer or shorter (by `train.patience` too), and the limit on its rows may change: neither makes what
+was learnt worthless, and messages advise both. Anything else needs `--force`, which takes what still fits and begins
+anew with what doesn't.
 """
 
 from collections.abc import Iterable
@@ -11,12 +12,14 @@ from segtrain.errors import counted
 from segtrain.recipe.schema import Recipe, differences
 
 LENGTH = ("train.steps", "train.epochs")
+PATIENCE = "train.patience"  # nothing to tell: the run says when it ends by it
 LIMIT = ("data.max_seq_length", "data.on_long")
 
 
 def changes(saved: Any, recipe: Recipe) -> tuple[list[str], list[str]]:
     """From a checkpoint's recipe to this one, as `path: old → new`: those that any run may make, and the others."""
     found = differences(Recipe.from_mapping(saved), recipe, training_only=True)
+    found = [text for text in found if text.partition(":")[0] != PATIENCE]
     free = [text for text in found if text.partition(":")[0] in (*LENGTH, *LIMIT)]
     return free, [text for text in found if text not in free]
 

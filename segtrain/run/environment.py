@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from segtrain.cache import cache
 from segtrain.memory import machine
 from segtrain.memory.backends import here, set_buffers
 
@@ -23,7 +24,7 @@ def prepare(environment: MutableMapping[str, str], *, longest: int = 0, exact: b
     if sys.platform == "darwin":
         environment.setdefault(PATIENCE, "1")
     if here().name == "cuda":
-        environment.setdefault("MLX_PTX_CACHE_DIR", str(machine.cache() / "kernels" / machine.mlx_version()))
+        environment.setdefault("MLX_PTX_CACHE_DIR", str(cache() / "kernels" / machine.mlx_version()))
 
 
 def compiles_kernels(environment: Mapping[str, str]) -> bool:

@@ -21,7 +21,7 @@ from segtrain.engine.layouts import CHOSEN, REJECTED, RESPONSE, Layout
 from segtrain.engine.objectives import LossValue, Objective, Scores
 from segtrain.errors import UserError
 from segtrain.lora import adapters
-from segtrain.memory.meter import Meter
+from segtrain.memory.meter import Meter, allocator_as_it_was
 from segtrain.models.positions import check_positions
 from segtrain.parallel.ranks import Ranks, join
 from segtrain.recipe.schema import Recipe
@@ -54,8 +54,13 @@ class Evaluation:
         return asdict(self)
 
 
-def evaluate(run: Path, recipe: Recipe, *, base: bool, last: bool, progress: Progress) -> Evaluation | None:
-    """Evaluate on the recipe's `data.test`; None on ranks that show nothing. Raises UserError."""
+def evaluate(run: Path, recipe: Recipe, *, base: bool, last: bool, progress: Progress) -> Evaluation:
+    """Evaluate on the recipe's `data.test`. Raises UserError."""
+    with allocator_as_it_was() as held:
+        return _evaluate(run, recipe, Meter(held=held), base=base, last=last, progress=progress)
+
+
+def _evaluate(run: Path, recipe: Recipe, meter: Meter, *, base: bool, last: bool, progress: Progress) -> Evaluation:
     ranks = join()
     adapter, command = _adapter(run, last)
     objective = objectives.of_recipe(command, recipe)
@@ -67,7 +72,7 @@ def evaluate(run: Path, recipe: Recipe, *, base: bool, last: bool, progress: Pro
     _require_fit(adapter, params, session)
     session.lora.set(params)
     sums = {name: _Sums(objective) for name in _compared(session, base)}
-    planner = Planner(session, Meter(), sharing=ranks.local)
+    planner = Planner(session, meter, sharing=ranks.local)
     for layout, backward, number in Passes(session, planner.backward, planner.cut).over(rows, ranks):
         for name, scores in _scored(session, backward, layout, sums):
             sums[name].add(scores, objective.loss(scores), layout.rows)
@@ -78,8 +83,7 @@ def evaluate(run: Path, recipe: Recipe, *, base: bool, last: bool, progress: Pro
     models = {name: one.figures() for name, one in sums.items()}
     data = ", ".join(source.path for source in recipe.data.test) or "test rows beside data.train"
     tokens = round(sums[ADAPTER].totals["tokens"])
-    found = Evaluation(str(run), command, str(adapter), data, len(rows), tokens, models, notices)
-    return found if ranks.writes else None
+    return Evaluation(str(run), command, str(adapter), data, len(rows), tokens, models, notices)
 
 
 def _compared(session: Session, base: bool) -> list[str]:

@@ -65,6 +65,20 @@ class Keeper:
         yield from (Notice(text, "warning") for text in self._prune(state))
         yield Saved(state.step, path)
 
+    def finish(self, state: RunState) -> Iterator[Event]:
+        """With `output.final: best`, the best adapter takes the last one's place as the run's own."""
+        best = state.best_step
+        if self.run is None or self.recipe.output.final == "last" or best is None or best == state.step:
+            return
+        path = checkpoint.directory(self.directory, best)
+        try:
+            found = checkpoint.load(path)
+        except checkpoint.Unreadable as error:
+            yield Notice(f"{path} can't be read ({error}), so the run's adapter is the last one", "warning")
+            return
+        checkpoint.write_adapters(self.directory, found.adapters, found.adapter_config)
+        yield Notice(f"the run's adapter is that of step {best}, the best one; the last one is in its checkpoint")
+
     def newest(self) -> tuple[checkpoint.Checkpoint | None, list[str]]:
         """The newest checkpoint that reads well, on every rank, and notices of those that didn't.
 

@@ -244,7 +244,7 @@ class Planner:
             self._held = peak
             above = max(0, peak - fixed)
             waiting = min(WAITING_BYTES, WAITING_SHARE * above) if plan.tight else 0
-            set_limits(round(fixed + above - waiting), max(above, CACHE_BYTES))
+            set_limits(round(self.meter.held + fixed + above - waiting), max(above, CACHE_BYTES))
 
     def skip(self) -> None:
         """Forget the rows since the last step: they were evaluated only."""

@@ -41,6 +41,7 @@ class RunState:
     evaluated: int = -1  # the last step that was evaluated; 0: before the first update
     best_loss: float = math.inf
     best_step: int | None = None
+    waited: int = 0  # evaluations since the best one
     bad_steps: int = 0
     shared_pairs: int = 0
     losses: RunningLoss = field(default_factory=RunningLoss)
@@ -52,7 +53,8 @@ class RunState:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "RunState":
-        known = {name: saved[name] for name in cls.__dataclass_fields__}
+        known = {name: saved[name] for name in cls.__dataclass_fields__ if name != "waited"}
+        known["waited"] = saved.get("waited", 0)  # of runs before there was a patience
         known["losses"] = RunningLoss(**known["losses"])
         known["trend"] = Trend(**known["trend"])
         known["memory"] = Corrections(**known["memory"])

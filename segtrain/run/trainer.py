@@ -19,7 +19,7 @@ from segtrain.engine import objectives
 from segtrain.errors import UserError, counted
 from segtrain.event import DataRead, Evaluated, Event, Notice, RunEnded, RunStarted, TrainStep
 from segtrain.memory.backends import here
-from segtrain.memory.meter import Meter
+from segtrain.memory.meter import Meter, allocator_as_it_was
 from segtrain.models.load import Loaded
 from segtrain.models.positions import check_positions, learnt
 from segtrain.models.support import why_unproven
@@ -38,11 +38,11 @@ from segtrain.run.session import Session, open_session, summary
 from segtrain.run.state import RunState
 from segtrain.run.streaming import announced, streams
 from segtrain.run.updates import Update, Updates
-from segtrain.run.validation import Validation
+from segtrain.run.validation import Validation, require_evaluations
 from segtrain.run.verdict import verdict
 from segtrain.run.verify import check_unproven
 from segtrain.run.wired import wired
-from segtrain.signals import StopRequest
+from segtrain.signals import Stop
 from segtrain.storage.checkpoint import Checkpoint
 from segtrain.storage.run_directory import REFERENCE, RunDirectory
 
@@ -59,13 +59,17 @@ class Trainer:
         overwrite: bool = False,
         force: bool = False,
         dry_run: bool = False,
+        stop: Stop | None = None,
     ):
+        """`stop`: what ends the run in order when it is requested."""
         self.recipe, self.loss = recipe, loss
         self.resume, self.overwrite, self.force, self.dry_run = resume, overwrite, force, dry_run
+        self.stop = stop or Stop()
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Generator[Event, None, None]:
+        """What happens, as it happens. Closed early, a run ends as on a request to stop: with a checkpoint."""
         with ExitStack() as stack:
-            stop = stack.enter_context(StopRequest())
+            held = stack.enter_context(allocator_as_it_was())
             ranks = join()
             run = None
             if ranks.writes and not self.dry_run:
@@ -88,6 +92,7 @@ class Trainer:
             objective = objectives.of_recipe(self.loss, self.recipe)
             data = open_data(self.recipe, loaded.tokenizer, pairs=objective.pairs)
             yield from (Notice(text) for text in _positions(loaded, data, self.recipe))
+            require_evaluations(self.recipe, data.valid)
             prompts(loaded, self.recipe)  # what is wrong with one is said now, not when the run ends
             session = open_session(self.recipe, objective, loaded)
             if why := why_unproven(loaded.config):
@@ -97,7 +102,7 @@ class Trainer:
                     )
                 yield Notice(f"{why}: its gradients are checked first")
                 check_unproven(session)
-            yield from _Loop(self, ranks, stop, run, session, data).events()
+            yield from _Loop(self, ranks, run, session, data, held).events()
             ranks.leave()
 
 
@@ -108,17 +113,19 @@ class _Loop:
         self,
         trainer: Trainer,
         ranks: Ranks,
-        stop: StopRequest,
         run: RunDirectory | None,
         session: Session,
         data: Data,
+        held: int,
     ):
+        """`held`: bytes that the process held before the run."""
         self.trainer, self.recipe = trainer, trainer.recipe
-        self.ranks, self.stop, self.run, self.session, self.data = ranks, stop, run, session, data
+        self.stop = trainer.stop
+        self.ranks, self.run, self.session, self.data = ranks, run, session, data
         self.state = RunState()
         self.steps = total_steps(self.recipe, data, ranks.size)
         optimizer = Optimizer(self.recipe.train, self.steps, plus_ratio=self.recipe.lora.plus_ratio)
-        self.meter = Meter(run.append_memory if run else None)
+        self.meter = Meter(run.append_memory if run else None, held)
         self.planner = Planner(session, self.meter, sharing=ranks.local)
         passes = Passes(session, self.planner.backward, self.planner.cut)
         self.updates = Updates(session, data.train, passes, optimizer, ranks, self.meter)
@@ -139,10 +146,21 @@ class _Loop:
 
         A line is in the metrics before its event is shown, but for those that come before the run is accepted.
         """
+        events = self._all_events()
         with self.stop.held():
-            for event in self._all_events():
-                self._log(event.as_json())
-                yield event
+            try:
+                for event in events:
+                    self._log(event.as_json())
+                    yield event
+            except GeneratorExit:
+                self._leave(events)
+                raise
+
+    def _leave(self, events: Iterator[Event]) -> None:
+        """Nobody wants the rest of the events: end in order, if there is anything to save."""
+        self.stop.requested = True
+        for event in events if self.accepted else ():
+            self._log(event.as_json())
 
     def _log(self, line: dict[str, Any] | None) -> None:
         if self.run and self.logging and line is not None:
@@ -170,6 +188,8 @@ class _Loop:
         yield from self._accept(found)
         with wired(self.planner.budget, wanted=self.recipe.engine.wired):
             reason = yield from self._train()
+        if reason == "done":
+            yield from self.keeper.finish(self.state)
         yield self._ended(reason)
 
     def _limit(self) -> Iterator[Event]:
@@ -215,10 +235,7 @@ class _Loop:
         """Update, evaluate and save to the end, or until a stop is asked for."""
         if self._is_finished():
             self.logging = False  # the files stay as the run left them
-            yield Notice(
-                f"this run has finished already ({counted(self.state.step, 'step')}): nothing to do; a higher "
-                "train.steps makes it longer (--set train.steps=N --resume)"
-            )
+            yield Notice(self._finished())
             return "done"
         stopped = yield from self._after_step(saved=True)
         if not stopped and compiles_kernels(os.environ):
@@ -228,7 +245,19 @@ class _Loop:
         return "done" if self._is_finished() else "interrupted"
 
     def _is_finished(self) -> bool:
-        return self.state.step >= self.steps and not self._evaluation_is_due()
+        return self._gave_up() or (self.state.step >= self.steps and not self._evaluation_is_due())
+
+    def _gave_up(self) -> bool:
+        """Whether patience is at its end, with updates left to make."""
+        patience = self.recipe.train.patience
+        return patience is not None and self.state.waited >= patience and self.state.step < self.steps
+
+    def _finished(self) -> str:
+        """What to say to somebody who goes on with a finished run."""
+        done = f"this run has finished already ({counted(self.state.step, 'step')}): nothing to do"
+        if self._gave_up():
+            return f"{done}; train.patience ended it, and a higher one goes on (--set train.patience=N --resume)"
+        return f"{done}; a higher train.steps makes it longer (--set train.steps=N --resume)"
 
     def _step(self) -> Generator[Event, None, bool]:
         """One update and what follows it; whether the run was asked to stop."""
@@ -272,15 +301,20 @@ class _Loop:
         if self._evaluation_is_due() and not stopped:
             event = yield from self._evaluate()
             stopped, best = event is False, isinstance(event, Evaluated) and event.best
-        if self.state.step == self.steps and not stopped:
-            said = verdict(self.state.trend, self.steps, self.recipe.train)
+        if self._gave_up():
+            yield Notice(
+                f"ends early, after step {self.state.step} of {self.steps}: {self.state.waited} evaluations without a "
+                f"better loss than {self.state.best_loss:.4f} at step {self.state.best_step} (train.patience)"
+            )
+        if self._is_finished() and not stopped:
+            said = verdict(self.state.trend, self.state.step, self.recipe.train)
             yield from [Notice(said, "warning")] if said else []
-        due = self.state.step == self.steps or _is_due(self.state.step, self.recipe.output.save_every)
+        due = self._is_finished() or _is_due(self.state.step, self.recipe.output.save_every)
         stopped = stopped or self._stops_alone()
         if best or ((due or stopped) and not saved):
             yield from self.keeper.save(self.state)
             saved = True
-        return stopped or (saved and self._stops_alone())
+        return stopped or self._gave_up() or (saved and self._stops_alone())
 
     def _evaluate(self) -> Generator[Event, None, Evaluated | bool]:
         """The validation rows and the prompts, whichever there are; false where a stop was asked for meanwhile."""

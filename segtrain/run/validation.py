@@ -4,7 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from segtrain.data.rows import Row
+from segtrain.errors import UserError
 from segtrain.event import Evaluated
+from segtrain.recipe.schema import Recipe
 from segtrain.run.passes import Passes
 from segtrain.run.state import RunState
 from segtrain.run.updates import Totals, Updates
@@ -29,6 +31,7 @@ class Validation:
         best = state.step > 0 and loss < state.best_loss  # before the first update there is no adapter to keep
         if best:
             state.best_loss, state.best_step = loss, state.step
+        state.waited = 0 if best or not state.step else state.waited + 1
         state.evaluated = state.step
         state.trend.evaluate(loss)
         return Evaluated(state.step, loss, totals.rows, time.perf_counter() - begun, best, totals.mean_metrics)
@@ -43,3 +46,16 @@ class Validation:
             totals.add(backward.evaluate(layout), layout)
             totals.settle()
         return totals
+
+
+def require_evaluations(recipe: Recipe, valid: Sequence[Row] | None) -> None:
+    """Raises UserError where the recipe goes by evaluations that it doesn't make."""
+    goes_by = [("train.patience", recipe.train.patience), ("output.final: best", recipe.output.final == "best")]
+    key = next((name for name, asked in goes_by if asked), None)
+    if key and valid is None:
+        raise UserError(f"{key} goes by the loss on validation rows, and there are none; give data.valid, or remove it")
+    if recipe.train.patience and not recipe.output.eval_every:
+        raise UserError(
+            "train.patience counts evaluations, and output.eval_every: 0 makes one at the end only; give a number of "
+            "updates there, or remove train.patience"
+        )
