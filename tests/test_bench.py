@@ -11,7 +11,8 @@ from segtrain.attention import dispatch
 from segtrain.memory import machine, shapes
 from segtrain.memory.backends import BACKENDS
 from segtrain.memory.timing import DEFAULTS
-from segtrain.run import bench
+from segtrain.run import bench, disk
+from segtrain.terminal.bench import print_bench
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +46,31 @@ def test_every_choice_is_measured_and_read_back() -> None:
     assert found.mlp_chunks == report.choices["mlp_chunks"]
 
 
+def test_the_disk_is_timed_and_its_file_goes(tmp_path: Path) -> None:
+    assert disk.read_speed(tmp_path / "new", disk.PIECE) > 0
+    assert not list((tmp_path / "new").iterdir())
+    report = bench.Report("device", "cpu")
+    bench._disk(report, bench.SMALLEST)
+    bench._write(report, machine.path())
+    assert machine.disk(BACKENDS["cpu"]) == report.choices["disk_bytes_a_second"]
+    assert machine.disk(BACKENDS["cuda"]) is None
+
+
+def test_a_disk_that_takes_no_file_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: Any) -> float:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk, "read_speed", full)
+    report = bench.Report("device", "cpu")
+    bench._disk(report, bench.SMALLEST)
+    print_bench(report)
+    assert "No space left" in capsys.readouterr().out
+    assert "disk_bytes_a_second" not in report.choices
+
+
 def test_what_no_time_is_left_for_is_said() -> None:
     report = bench.bench(size=bench.SMALLEST, budget=-1)
-    assert [row["note"] for row in report.results] == ["not measured in full: out of time"] * 3
+    assert [row["note"] for row in report.results] == ["not measured in full: out of time"] * 4
     assert machine.speed(BACKENDS["cpu"]) == DEFAULTS["cpu"]
 
 

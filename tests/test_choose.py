@@ -11,6 +11,7 @@ from shapes_of import shapes_of
 from segtrain.memory import backends, rows
 from segtrain.memory.backends import BACKENDS, CUDA_BUFFERS, with_buffers
 from segtrain.memory.choose import DEARER, SMALLER, Chooser, Settings, longest, sizes, sparing
+from segtrain.memory.corrections import Corrections
 from segtrain.memory.estimate import Estimator
 from segtrain.memory.plan import Plan
 from segtrain.memory.timing import OVERHEAD, Speed, Timer
@@ -87,6 +88,22 @@ def test_layers_of_one_kind_are_estimated_once(keep: int, monkeypatch: pytest.Mo
         estimator.peak(rows.sft(300), Plan("segmented", keep=keep))
         counts.append(len(asked))
     assert counts == [1 + bool(keep)] * 2
+
+
+def test_a_slow_disk_counts_in_the_time_of_streamed_weights() -> None:
+    row, plan = rows.sft(200), Plan("segmented")
+    model = shapes_of(CONFIG)
+    estimator, timer = Estimator(model, BACKENDS["cpu"], streamed=True), Timer(model, BACKENDS["cpu"])
+    rates = Corrections(rates={"segmented": 1e-9})
+
+    def timed(disk: float | None) -> Any:
+        return Chooser(estimator, timer, corrections=rates, disk=disk).option(row, plan)
+
+    unknown, fast = timed(None), timed(1e15)
+    assert unknown.seconds == fast.seconds == pytest.approx(1e-9 * timer.cost(row, plan))
+    slow = timed(fast.read / (10 * fast.seconds))  # ten times as long as the layers compute
+    assert slow.seconds == pytest.approx(10 * fast.seconds)
+    assert slow.relative_time == pytest.approx(10 * fast.relative_time)
 
 
 def test_full_backward_where_it_fits_and_segments_where_it_does_not() -> None:

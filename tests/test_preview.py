@@ -9,7 +9,7 @@ import pytest
 
 from segtrain import cli
 from segtrain.errors import UserError
-from segtrain.memory import anatomy, choices, source
+from segtrain.memory import anatomy, choices, machine, source
 from segtrain.memory.backends import BACKENDS, here
 from segtrain.memory.choose import sparing
 from segtrain.memory.corrections import Corrections, keep
@@ -156,6 +156,21 @@ def test_what_to_try_is_in_order(model: Path) -> None:
     packed = {**CONFIG, "quantization": {"bits": 4, "group_size": 64}}
     chooser = choices.chooser(anatomy.of_config(packed, "cpu"), BACKENDS["cpu"], None, streamed=True)
     assert not choices.remedies(chooser)
+
+
+def test_what_is_read_of_streamed_weights_is_said_with_the_disks_time(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recipe = Recipe.from_mapping({"model": str(model), "data": {"train": "t"}, "engine": {"weights": "streamed"}})
+    (note,) = [text for text in preview(recipe, seq=128).notes if "GiB a row" in text]
+    assert "segtrain bench" in note
+    machine.write(
+        machine.path(),
+        {"backend": "cpu", "mlx": machine.mlx_version(), "choices": {"disk_bytes_a_second": 2 << 30}},
+    )
+    (note,) = [text for text in preview(recipe, seq=128).notes if "GiB a row" in text]
+    assert "s at the disk's 2 GiB a second" in note
 
 
 def test_a_budget_below_the_model_names_one_that_works(model: Path) -> None:

@@ -51,7 +51,8 @@ def chooser(
     )
     compiled = machine.compiles(backend) and not dropout
     chosen = settings(recipe.engine, compiled=compiled) if recipe else Settings(compiled=compiled)
-    return Chooser(estimator, Timer(model, backend, estimator.lowest, machine.speed(backend)), chosen)
+    timer = Timer(model, backend, estimator.lowest, machine.speed(backend))
+    return Chooser(estimator, timer, chosen, disk=machine.disk(backend) if streamed else None)
 
 
 def too_large(chooser: Chooser, budget: int) -> bool:

@@ -84,7 +84,10 @@ class Chooser:
         timer: Timer,
         settings: Settings = Settings(),
         corrections: Corrections | None = None,
+        disk: float | None = None,
     ):
+        """`disk`: bytes of streamed weights that are read a second, where that was measured."""
+        self.disk = disk
         self.estimator, self.timer, self.settings = estimator, timer, settings
         self.corrections = corrections or Corrections()
         self.layers = len(estimator.model.layers)
@@ -93,27 +96,31 @@ class Chooser:
     def relaxed(self) -> "Chooser":
         """The same with all that decides memory left open."""
         free = Settings(dequantize=self.settings.dequantize, compiled=self.settings.compiled)
-        return self if free == self.settings else Chooser(self.estimator, self.timer, free, self.corrections)
+        return self if free == self.settings else Chooser(self.estimator, self.timer, free, self.corrections, self.disk)
 
     def corrected(self, corrections: Corrections) -> "Chooser":
         """The same by other corrections, or by these once they have changed."""
-        return Chooser(self.estimator, self.timer, self.settings, corrections)
+        return Chooser(self.estimator, self.timer, self.settings, corrections, self.disk)
 
     def _option(self, row: RowShape, plan: Plan) -> Option:
         peak = self.estimator.peak(row, plan)
         parts = self._corrected(peak, plan)
         plan = replace(plan, peak_bytes=round(sum(parts.values())))
-        rate = self.corrections.rates.get(kind(plan))
-        seconds = rate * self.timer.cost(row, plan) if rate else None
-        return Option(
-            plan,
-            peak.moment,
-            parts,
-            self.timer.relative(row, plan),
-            peak.bytes,
-            seconds,
-            self.estimator.read(row, plan),
-        )
+        read = self.estimator.read(row, plan)
+        relative, seconds = self._time(row, plan, read)
+        return Option(plan, peak.moment, parts, relative, peak.bytes, seconds, read)
+
+    def _time(self, row: RowShape, plan: Plan, read: int) -> tuple[float, float | None]:
+        """Of full backward's operations, and in seconds where that was measured here.
+
+        Weights are read while layers compute, so that the slower of both counts.
+        """
+        relative, rate = self.timer.relative(row, plan), self.corrections.rates.get(kind(plan))
+        if not rate:
+            return relative, None
+        seconds = rate * self.timer.cost(row, plan)
+        slower = max(1.0, read / self.disk / seconds) if self.disk else 1.0
+        return slower * relative, slower * seconds
 
     def _bytes(self, row: RowShape, plan: Plan) -> int:
         """The peak of `option`, without the rest."""

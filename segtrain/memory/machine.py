@@ -113,6 +113,12 @@ def speed(backend: Backend) -> Speed:
     return replace(default, **known)
 
 
+def disk(backend: Backend) -> float | None:
+    """Bytes that the disk gives a second; None where it wasn't measured."""
+    value = measured(backend).get("disk_bytes_a_second")
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value > 1 else None
+
+
 def compiles(backend: Backend) -> bool:
     """Whether compiled segments pay here."""
     value = measured(backend).get("compiled")

@@ -24,9 +24,10 @@ from segtrain.engine.backward import SegmentedBackward
 from segtrain.lora import layers as lora_module
 from segtrain.memory import machine
 from segtrain.models.stack import Execution, LayerStack
-from segtrain.run import checks
+from segtrain.run import checks, disk
 
 GIB = 2**30
+DISK_BYTES = 512 << 20
 SECONDS = 80.0  # the whole of it; what is left undone is said
 REPEATS, SLOW = 3, 2.0  # what takes longer than so many seconds is run once more, not three times
 PACKED_SHARE = {"cpu": 8}  # packed products are slow on a CPU: so much shorter a row
@@ -75,13 +76,27 @@ def bench(*, size: Size | None = None, budget: float = SECONDS, path: Path | Non
     report = Report(str(mx.device_info().get("device_name", backend)), backend)
     size = size or SIZES[backend]
     report.until = time.perf_counter() + budget
-    for measure in (_attention, _engine, _packed):
+    for measure in (_attention, _engine, _packed, _disk):
         try:
             measure(report, size)
         except OutOfTime:
             report.results.append({"name": measure.__name__.strip("_"), "note": "not measured in full: out of time"})
     report.path = str(_write(report, path or machine.path()))
     return report
+
+
+def _disk(report: Report, size: Size) -> None:
+    """Where streamed weights would come from: the disk of the cache, which holds the hub's models too by default."""
+    if time.perf_counter() > report.until:
+        raise OutOfTime
+    amount = DISK_BYTES if size != SMALLEST else DISK_BYTES >> 6
+    try:
+        speed = disk.read_speed(machine.cache(), amount)
+    except OSError as error:
+        report.results.append({"name": "disk", "note": f"not measured: {error.strerror or error}"})
+        return
+    report.results.append({"name": f"disk, {amount >> 20} MiB read", "seconds": amount / speed})
+    report.choices["disk_bytes_a_second"] = round(speed)
 
 
 def _write(report: Report, path: Path) -> Path:

@@ -132,7 +132,7 @@ class _Case:
         best = sparing(fitting, self.budget / GIB, lambda x: x["relative_time"], lambda x: x["peak_gib"])
         notes = [self.lengths.note] if self.lengths.note else []
         if best and self.chooser.estimator.streamed:
-            notes.append(f"weights are read from disk as layers run: {best['read_gib']:.3g} GiB a row")
+            notes.append(f"weights are read from disk as layers run: {self._reading(best)}")
         return Preview(
             name,
             length,
@@ -146,6 +146,13 @@ class _Case:
             [self._own(key, value) for key, value in self.lengths.named.items()],
             notes,
         )
+
+    def _reading(self, option: Mapping[str, Any]) -> str:
+        """What a row reads, and how long the disk takes for it."""
+        text, disk = f"{option['read_gib']:.3g} GiB a row", self.chooser.disk
+        if disk is None:
+            return f"{text}; how long that takes is up to the disk, which segtrain bench times"
+        return f"{text}, {option['read_gib'] * GIB / disk:.3g} s at the disk's {disk / GIB:.2g} GiB a second"
 
     @property
     def _keep(self) -> int:

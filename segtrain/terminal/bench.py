@@ -28,7 +28,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     peak = row.get("peak_gib")
     return [
         clean(row["name"]),
-        _time(row["seconds"]),
+        _time(row["seconds"]) if "seconds" in row else "",
         "" if peak is None else gib(peak),
         clean(row.get("note", "")),
     ]
