@@ -212,12 +212,35 @@ def contexts_table() -> str | None:
     if not path.exists():
         return None
     models: dict[str, dict[int, str]] = {}
-    for line in read(path):
+    for line in (line for line in read(path) if line["model"] not in streamed_models(path)):
         tokens = f"{line['tokens']:,}{'*' if line['tokens'] == line['limit'] else ''}" if line["tokens"] else "none"
         models.setdefault(line["model"], {})[line["mac_gb"]] = tokens
     budgets = sorted({budget for row in models.values() for budget in row})
     head = ["4-bit model, tokens", *(f"{budget} GB" for budget in budgets)]
     return markdown(head, ([name, *(row.get(budget, "-") for budget in budgets)] for name, row in models.items()))
+
+
+def streamed_models(path: Path) -> set[str]:
+    """Models of the longest rows whose weights stay on disk."""
+    return {line["model"] for line in read(path) if "read_gb" in line}
+
+
+def streamed_table() -> str | None:
+    """The longest rows with weights on disk, and what a row reads."""
+    path = RESULTS / "longest_contexts.jsonl"
+    if not path.exists():
+        return None
+    lines = [line for line in read(path) if line["model"] in streamed_models(path)]
+    rows = []
+    for line in lines:
+        tokens = f"{line['tokens']:,}{'*' if line['tokens'] == line['limit'] else ''}" if line["tokens"] else "none"
+        read_gb, seconds = (f"{line[key]:,.0f}" if key in line else "-" for key in ("read_gb", "seconds"))
+        rows.append(
+            [line["model"], f"{line['mac_gb']} GB", tokens, f"{line.get('read_tokens', 0):,}", read_gb, seconds]
+        )
+    speed = next(line["disk_gb_a_second"] for line in lines if "disk_gb_a_second" in line)
+    head = ["4-bit model on disk", "Mac", "longest row", "a row of", "reads, GB", f"seconds at {speed:.2g} GB/s"]
+    return markdown(head, rows, 2)
 
 
 def rows_table() -> str | None:
@@ -314,6 +337,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "users": users_table,
     "floor": floor_table,
     "contexts": contexts_table,
+    "streamed": streamed_table,
     "gpus": gpus_table,
     "recurrences": recurrences_table,
 }
