@@ -32,7 +32,7 @@ PACKED = {"quantization": {"bits": 4, "group_size": 64}, "torch_dtype": "bfloat1
 
 def lines() -> list[dict[str, object]]:
     models = json.loads((HERE / "published_models.json").read_text())
-    disk = read_speed(cache())
+    disk = max(read_speed(cache()) for _ in range(3))
     found: list[dict[str, object]] = []
     for name, entry in models.items():
         adapter = {"rank": 8, "scale": 2.0, **({"targets": entry["targets"]} if "targets" in entry else {})}
