@@ -17,7 +17,7 @@ import tiny_configs
 
 from segtrain.engine import objectives
 from segtrain.engine.backward import Backward, FullBackward, SegmentedBackward, Step
-from segtrain.engine.groups import cut, grouped, ragged, together
+from segtrain.engine.groups import alike, cut, grouped, ragged, together
 from segtrain.engine.layouts import CHOSEN, PROMPT, RESPONSE, Layout, padded, pair, shared_prefix, single
 from segtrain.engine.ragged import batch_length, up
 from segtrain.models.stack import Execution, LayerStack
@@ -183,6 +183,15 @@ def test_rows_of_branches_move_behind_the_longer_ones():
     assert joint.streams[0].branches == (3, 2)
     assert joint.spans["rejected"].rows.tolist() == [1, 5, 7 + 1]
     assert joint.spans[CHOSEN].sizes == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiple", "expected"), [((17, 17, 17), 1, True), ((17, 5, 9), 1, False), ((17, 13, 16), 16, True)]
+)
+def test_rows_of_one_length_need_no_folding(lengths: tuple[int, ...], multiple: int, expected: bool):
+    rows = [single(tiny.tokens(n), [True] * n) for n in lengths]
+    assert alike(rows, multiple) == expected
+    assert not alike([*rows, *pair_rows(shared_prefix, (5, 5))], multiple)
 
 
 def test_a_loss_that_is_not_finite_stays_its_rows():

@@ -71,6 +71,14 @@ def _parts(layouts: Sequence[Layout]) -> tuple[tuple[int, int, int], ...]:
     return tuple((b, n, len(s)) for b, layout in enumerate(layouts) for n, s in enumerate(layout.streams))
 
 
+def alike(layouts: Sequence[Layout], multiple: int = 1) -> bool:
+    """Whether a padded batch of these rows of one stream has no more filler than a ragged one, and nothing to fold."""
+    if any(len(layout.streams) > 1 or layout.streams[0].branches for layout in layouts):
+        return False
+    lengths = [len(layout.streams[0]) for layout in layouts]
+    return len(layouts) * -(-max(lengths) // multiple) * multiple <= up(sum(lengths))
+
+
 def _chained(spans: Sequence[Span | None], starts: Sequence[Sequence[int]]) -> Span:
     """Spans of one name as one of stream 0, where each layout's streams begin at `starts`."""
     rows = [

@@ -76,8 +76,11 @@ class Session:
         return len(row.prompt) * (1 if self.shares(row) else 2) + row.targets
 
     def together(self, rows: Sequence[Row]) -> Layout:
-        """One layout of several rows."""
-        return (groups.ragged if self.ragged else groups.together)([self.bare(row) for row in rows], self.align)
+        """One layout of several rows: a ragged batch where there can be one and it has less filler."""
+        layouts = [self.bare(row) for row in rows]
+        if self.ragged and (self.lora.dropout or not groups.alike(layouts, self.align)):
+            return groups.ragged(layouts, self.align)
+        return groups.together(layouts, self.align)
 
     def grouped(self, rows: Sequence[Row], cut: Callable[[Sequence[int]], Sequence[int]]) -> list[list[int]]:
         """Numbers of the rows that run together; `cut`: sizes of groups of rows, by their lengths in order."""
