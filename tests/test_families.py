@@ -21,7 +21,7 @@ import tiny_configs
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 
-from segtrain.engine import objectives
+from segtrain.engine import groups, objectives
 from segtrain.engine.backward import FullBackward, SegmentedBackward, Step
 from segtrain.engine.layouts import Layout, Stream, pair, shared_prefix
 from segtrain.engine.segments import split
@@ -155,6 +155,37 @@ def test_pairs_of_two_streams(name: str):
     step = of.step(preference(pair), objectives.orpo())
     assert step.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=LOSS)
     assert worst(expected.grads, step.grads) <= GRADIENT
+
+
+GROUP = ((9, 7), (18, 6), (13, 2))
+
+
+def in_a_group(name: str) -> Callable[[list[Layout]], Layout]:
+    """How a run puts rows of this family together."""
+    shares = support.shares_prefix(name.split("/")[0])
+    return groups.ragged if family(name).stack.takes_ragged and shares else groups.together
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rows_together_give_the_gradients_of_each_alone(name: str):
+    of = family(name)
+    rows = [tiny.row(length, prompt, seed) for seed, (length, prompt) in enumerate(GROUP)]
+    alone, joint = [of.step(row) for row in rows], of.step(in_a_group(name)(rows))
+    losses = [step.loss.total.item() for step in alone]
+    assert joint.loss.total.tolist() == pytest.approx(losses, rel=LOSS)  # type: ignore[union-attr]
+    summed = {key: sum((step.grads[key] for step in alone[1:]), grad) for key, grad in alone[0].grads.items()}
+    assert worst(summed, joint.grads) <= GRADIENT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(tiny_configs.CONFIGS))
+def test_pairs_together_give_the_gradients_of_each_alone(name: str):
+    of, shape = family(name), shared_prefix if name in SHARING else pair
+    rows = [shape(tiny.tokens(5, 3 * n), tiny.tokens(4 + n, 3 * n + 1), tiny.tokens(7 - n, 3 * n + 2)) for n in (0, 1)]
+    alone = [of.step(row, objectives.orpo()) for row in rows]
+    joint = of.step(in_a_group(name)(rows), objectives.orpo())
+    summed = {key: alone[1].grads[key] + grad for key, grad in alone[0].grads.items()}
+    assert worst(summed, joint.grads) <= GRADIENT
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode"])
