@@ -4,6 +4,7 @@ import gzip
 import json
 from collections import Counter
 from itertools import islice, pairwise
+from pathlib import Path
 
 import datasets
 import pytest
@@ -29,8 +30,6 @@ def lines(name: str, count: int) -> list[str]:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """JSONL (with blank lines), gzip, Parquet and a saved data set with the same rows."""
-    import datasets
-
     home = tmp_path_factory.mktemp("rows")
     for name, count in SIZES.items():
         rows = lines(name, count)
@@ -43,27 +42,34 @@ def home(tmp_path_factory):
     return home
 
 
-def feeds(home, seed: int = 0) -> dict:
-    import datasets
+def feed(home, kind: str, seed: int = 0):
+    """One of the feeds over the same rows."""
+    jsonl = [home / f"{name}.jsonl" for name in sorted(SIZES)]
+    match kind:
+        case "table":
+            return Shuffled(Chained([JsonLines(path) for path in jsonl]), seed)
+        case "gz":
+            return Shuffled(Chained([JsonLines(Path(f"{path}.gz")) for path in jsonl]), seed)
+        case "window":
+            return Windowed(LinesInOrder(jsonl), seed, 4)
+        case "gz window":
+            return Windowed(LinesInOrder([Path(f"{path}.gz") for path in jsonl]), seed, 4)
+        case "one":
+            return Windowed(LinesInOrder(jsonl), seed, 1)
+        case "parquet":
+            return Windowed(ParquetInOrder([path.with_suffix(".parquet") for path in jsonl]), seed, 6)
+        case "chain":
+            return Windowed(ChainedInOrder([LinesInOrder(jsonl[:2]), ParquetInOrder([home / "c.parquet"])]), seed, 3)
+        case "hub":
+            return Windowed(DatasetInOrder(streamed(home), "hub"), seed, 4)
+        case "mix":
+            parts = [Shuffled(JsonLines(jsonl[0]), seed), Windowed(LinesInOrder(jsonl[1:2]), seed, 5)]
+            return Mixed(parts, [2.0, 1.0], 19)
 
-    names = sorted(SIZES)
-    jsonl = [home / f"{name}.jsonl" for name in names]
-    hub = datasets.load_dataset(
-        "json", data_files=[str(path) for path in jsonl], split="train", streaming=True, cache_dir=home
-    )
-    return {
-        "table": Shuffled(Chained([JsonLines(path) for path in jsonl]), seed),
-        "gz": Shuffled(Chained([JsonLines(home / f"{name}.jsonl.gz") for name in names]), seed),
-        "window": Windowed(LinesInOrder(jsonl), seed, 4),
-        "gz window": Windowed(LinesInOrder([home / f"{name}.jsonl.gz" for name in names]), seed, 4),
-        "one": Windowed(LinesInOrder(jsonl), seed, 1),
-        "parquet": Windowed(ParquetInOrder([home / f"{name}.parquet" for name in names]), seed, 6),
-        "chain": Windowed(ChainedInOrder([LinesInOrder(jsonl[:2]), ParquetInOrder([home / "c.parquet"])]), seed, 3),
-        "hub": Windowed(DatasetInOrder(hub, "hub"), seed, 4),
-        "mix": Mixed(
-            [Shuffled(JsonLines(jsonl[0]), seed), Windowed(LinesInOrder(jsonl[1:2]), seed, 5)], [2.0, 1.0], 19
-        ),
-    }
+
+def streamed(home):
+    files = [str(home / f"{name}.jsonl") for name in sorted(SIZES)]
+    return datasets.load_dataset("json", data_files=files, split="train", streaming=True, cache_dir=home)
 
 
 def texts(feed, count: int) -> list[tuple[str, int]]:
@@ -77,11 +83,11 @@ KINDS = ["table", "gz", "window", "gz window", "one", "parquet", "chain", "hub",
 @settings(max_examples=8)
 @given(cut=st.integers(0, 70), seed=st.integers(0, 3))
 def test_a_resumed_stream_is_the_uninterrupted_one(home, kind, cut, seed):
-    whole = texts(feeds(home, seed)[kind], 90)
-    first = feeds(home, seed)[kind]
+    whole = texts(feed(home, kind, seed), 90)
+    first = feed(home, kind, seed)
     before = texts(first, cut)
     state = json.loads(json.dumps(first.state_dict()))
-    second = feeds(home, seed)[kind]
+    second = feed(home, kind, seed)
     second.load_state_dict(state)
     assert before + texts(second, 90 - cut) == whole
     assert before + texts(first, 90 - cut) == whole, "taking the state must not disturb the stream"
@@ -90,8 +96,8 @@ def test_a_resumed_stream_is_the_uninterrupted_one(home, kind, cut, seed):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mix"])
 def test_each_epoch_has_every_row_once_in_another_order(home, kind):
     every = sorted(json.loads(line)["text"] for name, count in SIZES.items() for line in lines(name, count))
-    feed = feeds(home)[kind]
-    epochs = [texts(feed, 20) for _ in range(4)]
+    whole = feed(home, kind)
+    epochs = [texts(whole, 20) for _ in range(4)]
     for number, epoch in enumerate(epochs):
         assert sorted(text for text, _ in epoch) == every
         assert {at for _, at in epoch} == {number}
@@ -100,13 +106,13 @@ def test_each_epoch_has_every_row_once_in_another_order(home, kind):
 
 
 def test_seed_0_is_a_seed_like_any_other(home):
-    orders = [tuple(texts(feeds(home, seed)["table"], 20)) for seed in (0, 0, 1, 2)]
+    orders = [tuple(texts(feed(home, "table", seed), 20)) for seed in (0, 0, 1, 2)]
     assert orders[0] == orders[1]
     assert len(set(orders)) == 3
 
 
 def test_a_mix_keeps_its_proportions_and_cycles_each_part(home):
-    taken = [text.split()[0] for text, _ in texts(feeds(home)["mix"], 300)]
+    taken = [text.split()[0] for text, _ in texts(feed(home, "mix"), 300)]
     assert Counter(taken) == {"a": 200, "b": 100}
     assert all(abs(taken[:n].count("a") - 2 * n / 3) <= 1 for n in range(300))
 
@@ -115,7 +121,7 @@ def test_a_window_shuffles_within_itself_only(home):
     """With windows of 4, row k of the order comes from the rows of window k // 4."""
     order = sorted(SIZES)
     rows = [json.loads(line)["text"] for name in order for line in lines(name, SIZES[name])]
-    got = [text for text, _ in texts(feeds(home)["window"], 20)]
+    got = [text for text, _ in texts(feed(home, "window"), 20)]
     for lo in range(0, 20, 4):
         assert sorted(got[lo : lo + 4]) == sorted(rows[lo : lo + 4])
     assert got != rows
@@ -137,18 +143,18 @@ def test_a_window_of_long_rows_holds_fewer_of_them(tmp_path, monkeypatch):
 
 
 def test_a_place_in_other_data_is_refused(home, tmp_path):
-    state = feeds(home)["table"].state_dict()
+    state = feed(home, "table").state_dict()
     other = tmp_path / "a.jsonl"
     other.write_text("\n".join(lines("z", 20)))
     with pytest.raises(UserError, match="the data has changed since the checkpoint"):
         Shuffled(Chained([JsonLines(other)]), 0).load_state_dict(state)
     with pytest.raises(UserError, match="read in another way"):
-        feeds(home)["window"].load_state_dict(state)
+        feed(home, "window").load_state_dict(state)
     with pytest.raises(UserError, match="shuffle_window is 4, but"):
-        feeds(home)["window"].load_state_dict(feeds(home)["window"].state_dict() | {"size": [5, WINDOW_BYTES]})
-    changed = feeds(home)["mix"].state_dict() | {"weights": [1.0, 1.0]}
+        feed(home, "window").load_state_dict(feed(home, "window").state_dict() | {"size": [5, WINDOW_BYTES]})
+    changed = feed(home, "mix").state_dict() | {"weights": [1.0, 1.0]}
     with pytest.raises(UserError, match="weights of the mix"):
-        feeds(home)["mix"].load_state_dict(changed)
+        feed(home, "mix").load_state_dict(changed)
 
 
 def test_one_changed_byte_is_noticed(home, tmp_path):

@@ -278,7 +278,7 @@ print(mx.get_peak_memory())
 """
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_measured_step(size: int) -> None:
     """One real step on CPU; the full comparison is `benchmarks/plan_accuracy.py`."""
     config = {**LLAMA, "hidden_size": 256, "intermediate_size": 768, "vocab_size": 2000, "rms_norm_eps": 1e-5}

@@ -272,7 +272,8 @@ def test_preferences_are_learnt(tmp_path: Path) -> None:
     assert 0 <= after["accuracy"] <= 1
 
 
-@pytest.mark.parametrize("loss", ["simpo", pytest.param("cpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["simpo", "cpo"])
 @pytest.mark.usefixtures("at_root")
 def test_rewards_are_learnt(tmp_path: Path, loss: str) -> None:
     """Six updates of three pairs move the held-out margin by a tenth of a nat or more."""

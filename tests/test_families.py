@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -104,8 +105,15 @@ def worst(truth: dict[str, mx.array], other: dict[str, mx.array]) -> float:
     return tiny.relative(*({name: grads[name] for name in truth if name not in zero} for grads in (truth, other)))
 
 
-@pytest.mark.parametrize("size", [1, 2, 99])
-@pytest.mark.parametrize("name", ALL)
+# A segment's size changes which carries cross its edges, for which the fast set has each kind; the others run at night.
+BY_SIZE = [
+    pytest.param(name, size, marks=() if name in FAST or (name in RECURRENT and size == 2) else pytest.mark.slow)
+    for name in tiny_configs.CONFIGS
+    for size in (1, 2, 99)
+]
+
+
+@pytest.mark.parametrize(("name", "size"), BY_SIZE)
 def test_gradients_are_mlx_lms(name: str, size: int):
     loss, grads = family(name).sft
     step = family(name).step(tiny.row(LENGTH, PROMPT), size=size)
@@ -125,7 +133,7 @@ def preference_steps(name: str, size: int = 1) -> tuple[Step, Step]:
     return expected, of.step(preference(shared_prefix), objectives.orpo(), size)
 
 
-@pytest.mark.parametrize("name", fast_and_slow(SHARING))
+@pytest.mark.parametrize("name", fast_and_slow([name for name in SHARING if name not in RECURRENT]))
 def test_a_shared_prompt_gives_the_gradients_of_two_streams(name: str):
     expected, step = preference_steps(name, 2 if name in FAST else 1)
     assert step.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=LOSS)
@@ -138,9 +146,14 @@ def pair_step(name: str) -> Step:
     return FullBackward(PlainForward(of.stack), of.lora, objectives.orpo()).step(preference(pair))
 
 
-@pytest.mark.parametrize("shape", [pair, shared_prefix])
-@pytest.mark.parametrize("size", [1, 2, 99])
-@pytest.mark.parametrize("name", RECURRENT)
+def shapes_and_sizes() -> Iterator:
+    """All of three kinds of recurrence; of the others two streams at size 2 and one at size 1."""
+    for name, size, shape in product(RECURRENT, (1, 2, 99), (pair, shared_prefix)):
+        quick = name in ("qwen3_5", "mamba2", "lfm2") or (size, shape) in ((2, pair), (1, shared_prefix))
+        yield pytest.param(name, size, shape, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "size", "shape"), shapes_and_sizes())
 def test_recurrent_layers_at_every_segment_size(name: str, size: int, shape: Callable[..., Layout]):
     expected, step = pair_step(name), family(name).step(preference(shape), objectives.orpo(), size)
     assert step.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=LOSS)
@@ -363,8 +376,13 @@ def test_exceptions_make_no_square_arrays(name: str):
     assert not [mask for mask in masks if isinstance(mask, mx.array)]
 
 
-QUICK = {"llama", "gemma3_text", "gemma4_text", "granite", "lfm2", "gpt_oss", "qwen3_moe", "deepseek_v3"}
-HALF = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in tiny_configs.CONFIGS]
+# Each bits with an attention of its own kind, and one mixture of experts, which takes three times the rows.
+QUICK = {0: {"gemma4_text", "granite", "qwen3_moe"}, 4: {"llama", "gemma3_text", "lfm2", "deepseek_v3"}}
+HALF = [
+    pytest.param(bits, name, marks=() if name in QUICK[bits] else pytest.mark.slow)
+    for bits in (0, 4)
+    for name in tiny_configs.CONFIGS
+]
 
 
 def cast(model: nn.Module, dtype: mx.Dtype) -> None:
@@ -391,8 +409,7 @@ def test_gathered_matmul_is_gather_mm():
     assert mx.allclose(gathered_matmul(a, b, rhs_indices=chosen), mx.gather_mm(a, b, rhs_indices=chosen))
 
 
-@pytest.mark.parametrize("name", HALF)
-@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize(("bits", "name"), HALF)
 def test_in_low_precision_no_further_from_the_truth_than_mlx_lm(name: str, bits: int, monkeypatch: pytest.MonkeyPatch):
     """The truth is the same (rounded, quantised) weights in float32; the reference is mlx-lm's own pass in bf16.
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +64,26 @@ def finished(folder: Path, name: str) -> object:
     return tiny_run.result(folder / name / "run")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+MOMENTS = {
+    "step": (STEP, "<_apply>", 3),
+    "evaluation": (EVALUATION, "<evaluate>", 3),
+    "saving": (SAVING, "<write_new>", 4),  # two files are written before the first update
+}
+# Both signals go to one handler: a pair of each moment, the others nightly.
+QUICK = {("step", signal.SIGTERM), ("evaluation", signal.SIGINT), ("saving", signal.SIGTERM)}
+
+
 @pytest.mark.parametrize(
-    ("moment", "slow", "mark", "times"),
+    ("moment", "number"),
     [
-        ("step", STEP, "<_apply>", 3),
-        ("evaluation", EVALUATION, "<evaluate>", 3),
-        ("saving", SAVING, "<write_new>", 4),  # two files are written before the first update
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow)
+        for pair in product(MOMENTS, (signal.SIGINT, signal.SIGTERM))
     ],
 )
 def test_the_first_signal_saves_and_ends_with_130(
-    folder: Path, whole: object, moment: str, slow: str, mark: str, times: int, number: signal.Signals
+    folder: Path, whole: object, moment: str, number: signal.Signals
 ) -> None:
+    slow, mark, times = MOMENTS[moment]
     name = f"{moment} {number.name}"
     path, log = recipe_file(folder, name), folder / f"{name}.log"
     process = start(["sft", str(path)], log, slow=slow)
@@ -163,7 +172,7 @@ def test_the_second_signal_ends_at_once(folder: Path, whole: object, slow: str, 
     assert (adapter, lines) == whole[:2]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_signals_are_answered_while_mlx_computes(folder: Path, whole: object, number: signal.Signals) -> None:
     """A step that takes half a minute in one evaluation: the first is acknowledged meanwhile, the second leaves."""
     name = f"computing {number.name}"
@@ -184,7 +193,7 @@ def test_signals_are_answered_while_mlx_computes(folder: Path, whole: object, nu
     assert (adapter, lines) == whole[:2]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_second_of_a_sluggish_set_up_ends_it(folder: Path, whole: object, number: signal.Signals) -> None:
     """Reading the model takes half a minute inside mlx, so the first can't interrupt it."""
     name = f"set-up {number.name}"
@@ -255,7 +264,7 @@ def test_the_terminal_gets_its_cursor_back(folder: Path) -> None:
     os.close(ours)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_while_tokenising_leaves_nothing(folder: Path, number: signal.Signals) -> None:
     name = f"tokenising {number.name}"
     path, log = recipe_file(folder, name), folder / f"{name}.log"
