@@ -84,7 +84,7 @@ engine:
 
 train:
   epochs: 1                      # times through the data; fewer than 100 rows want 10 to 20; or steps: N (updates)
-  learning_rate: {rate}        # too high: the loss jumps; too low: it barely falls
+  learning_rate: {rate}          # too high: the loss jumps; too low: it barely falls
   lr_schedule: cosine            # falls to 0 at the end; or linear, constant
   warmup_ratio: 0.03             # share of the updates in which the rate rises
   grad_accumulation_steps: 4     # rows an update; more: steadier, fewer updates an epoch; costs no memory
@@ -97,7 +97,7 @@ eval:
 output:
   dir: runs/{stem}
   save_every: 100                # updates; a run that stops goes on from the newest checkpoint with --resume
-  eval_every: 100
+  eval_every: 100                # with `valid` the best one is kept: a short run wants 10 or 20
   # final: best                  # the adapter that the run leaves, by validation loss; without it the last one
 """
 
