@@ -36,7 +36,7 @@ nightly: setup
 # Needs torch, which is large, and for the screenshot a Chromium on the path.
 optional: setup
 	$(BIN)/python -m pip install --quiet -e ".[dev-optional]"
-	$(BIN)/python -m pytest tests/test_peft.py tests/test_report.py
+	$(BIN)/python -m pytest tests/test_peft.py tests/test_report.py tests/test_notebook.py
 
 lint: setup
 	$(BIN)/ruff check .

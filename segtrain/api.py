@@ -82,7 +82,7 @@ def train(
     force: bool = False,
     progress: bool = False,
 ) -> Run:
-    """Train to the end. `progress`: shown as the command shows it, in a notebook too.
+    """Train to the end. `progress`: shown as the command shows it.
 
     Ctrl-C ends the step at hand, saves a checkpoint and raises KeyboardInterrupt. Raises UserError and RunFailed.
     """
@@ -204,11 +204,11 @@ def check(recipe: Recipe, *, rows: int = 0, workers: int | None = 0, progress: P
     `workers`: processes that tokenise (None: as many as pay). With any the calling script needs
     `if __name__ == "__main__":`. Raises UserError for malformed rows and where nothing is left to learn.
     """
-    with _without_advice():
-        from segtrain.data.check import check_data
+    from segtrain.data.check import check_data
     from segtrain.models.positions import check_positions
 
-    report = check_data(recipe, progress=progress, rows=rows, workers=workers)
+    with _without_advice():  # the tokenizer brings transformers
+        report = check_data(recipe, progress=progress, rows=rows, workers=workers)
     longest = max(report.counts["longest"], report.counts.get("valid_longest", 0))
     remarks = check_positions(_config(recipe.model), longest)
     return replace(report, suggestions=[*report.suggestions, *remarks]) if remarks else report
