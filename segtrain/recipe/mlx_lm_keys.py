@@ -180,8 +180,8 @@ class _Reader:
         self.result.put("train.grad_accumulation_steps", rows, key)
         if rows > 1:
             self.result.notices.append(
-                f"rows run one at a time, without padding: an update takes {rows} rows (batch_size {self.batch} × "
-                f"grad_accumulation_steps {self.accumulation}) and averages over all their supervised tokens"
+                f"an update takes {rows} rows (batch_size {self.batch} × grad_accumulation_steps {self.accumulation}) "
+                "and averages over all their supervised tokens; engine.rows_together says how many run at a time"
             )
 
     def interval(self, key: str) -> None:
