@@ -206,11 +206,14 @@ def check(recipe: Recipe, *, rows: int = 0, workers: int | None = 0, progress: P
     """
     from segtrain.data.check import check_data
     from segtrain.models.positions import check_positions
+    from segtrain.run.base import refuse_quantised
 
+    config = _config(recipe.model)
+    refuse_quantised(recipe, config)
     with _without_advice():  # the tokenizer brings transformers
         report = check_data(recipe, progress=progress, rows=rows, workers=workers)
     longest = max(report.counts["longest"], report.counts.get("valid_longest", 0))
-    remarks = check_positions(_config(recipe.model), longest)
+    remarks = check_positions(config, longest)
     return replace(report, suggestions=[*report.suggestions, *remarks]) if remarks else report
 
 

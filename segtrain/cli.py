@@ -345,7 +345,8 @@ def _export(run: Path, out: Path, format_: ExportFormat, model: str | None, only
     prepare(os.environ, longest=recipe.data.max_seq_length if recipe else 0, exact=True)
     from segtrain.run import elsewhere, merging
 
-    _announce(recipe if model is None else None)
+    if model is None and format_ in (ExportFormat.merged, ExportFormat.gguf_model):
+        _announce(recipe)
     if format_ is ExportFormat.gguf:
         return elsewhere.export_gguf(run, out, model=model)
     writers: dict[ExportFormat, Callable[..., list[str]]] = {
@@ -578,9 +579,13 @@ def _prepare(*, longest: int = 0, exact: bool = False) -> None:
 
 def _announce(recipe: "Recipe | None") -> None:
     """Say that the recipe's model is quantised first, if so."""
+    if recipe is None or recipe.quantize is None:
+        return
     from segtrain.run.base import pending
+    from segtrain.run.environment import prepare
 
-    if recipe and (text := pending(recipe)):
+    prepare(os.environ, longest=recipe.data.max_seq_length)  # what fetches a model imports mlx
+    if text := pending(recipe):
         typer.echo(f"note: {text}", err=True)
 
 

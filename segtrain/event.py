@@ -22,7 +22,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class RunStarted:
-    """The run is set up and training is about to begin, or go on from `first_step`."""
+    """The run is set up and training is about to begin, or go on from `first_step`.
+
+    `base`: the directory that the adapter goes with, where that is a quantised copy of `model`.
+    """
 
     command: str
     directory: Path
@@ -33,6 +36,7 @@ class RunStarted:
     total_parameters: int
     steps: int
     first_step: int = 0
+    base: str = ""
 
     def as_json(self) -> dict[str, Any] | None:
         return None

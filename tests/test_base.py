@@ -183,6 +183,23 @@ def test_a_run_and_what_follows(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["base_model_name_or_path"] == made.model
 
 
+def test_an_export_that_needs_no_copy_makes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gguf")
+    made = recipe(tmp_path)
+    for _ in Trainer(made).events():
+        pass
+    shutil.rmtree(base(made))
+    assert cli.run(["export", str(tmp_path / "run"), "--format", "gguf", "--out", str(tmp_path / "a.gguf")]) == 0
+    assert "quantising" not in capsys.readouterr().err
+    assert pending(made)
+
+
+def test_mlx_lm_is_given_the_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = recipe(tmp_path)
+    assert cli.run(["sft", str(tiny_run.recipe_file(tmp_path, quantize=4))]) == 0
+    assert f"mlx_lm.generate --model {base(made)}" in "".join(capsys.readouterr().out.split("\n"))
+
+
 def test_another_quantisation_is_another_run(tmp_path: Path) -> None:
     for _ in Trainer(recipe(tmp_path)).events():
         pass
@@ -232,7 +249,7 @@ def test_planning_uses_the_copy_where_there_is_one(tmp_path: Path) -> None:
     assert before.weights < (find(made.model).weights or 0) / 3
 
 
-@pytest.mark.parametrize("command", ["sft", "plan-segments", "doctor", "verify-grads"])
+@pytest.mark.parametrize("command", ["sft", "check", "plan-segments", "doctor", "verify-grads"])
 def test_a_quantised_model_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = base(recipe(tmp_path))
     file = tiny_run.recipe_file(tmp_path, model=place, quantize=8)

@@ -74,7 +74,7 @@ def knows(config: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
 
 def named_tensors(params: Arrays, config: Mapping[str, Any], gguf: Any) -> tuple[str, dict[str, np.ndarray]]:
     """GGUF's name of the architecture, and its tensors. Raises UserError."""
-    model = str(config.get("model", ""))
+    model = str(config.get("segtrain", {}).get("made_from") or config.get("model", ""))
     model_type = type_of(config, model)
     architecture = ARCHITECTURES.get(model_type)
     if config.get("fine_tune_type") == "dora":

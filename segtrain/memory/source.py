@@ -6,7 +6,7 @@ come two small files, `config.json` and the safetensors index.
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from segtrain.errors import UserError, reason
 INDEX = "model.safetensors.index.json"
 NOT_TEXT = ("vision", "visual", "audio", "multi_modal", "image")
 MAX_HEADER = 100 << 20
+QUANTISATION = ("quantization", "quantization_config")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,17 @@ def find(name: str) -> Source:
     except UserError:
         return Source(name, config)  # a small model has one file and no index
     return Source(name, config, _indexed_bytes(index))
+
+
+def described(config: Mapping[str, Any]) -> str:
+    """How a model with this `config.json` is quantised, in words; empty where it isn't."""
+    found: Any = next(
+        (part[key] for part in (config, config.get("text_config") or {}) for key in QUANTISATION if part.get(key)), {}
+    )
+    if not found:
+        return ""
+    bits = f"{found['bits']} bits" if found.get("bits") else str(found.get("quant_method", "in its own way"))
+    return f"{bits}, groups of {found['group_size']}" if found.get("group_size") else bits
 
 
 def _json(path: Path, name: str) -> dict[str, Any]:

@@ -29,17 +29,6 @@ def quantised(model: nn.Module, config: Mapping[str, Any], kind: int | str) -> d
     return dict(found)
 
 
-def described(config: Mapping[str, Any]) -> str:
-    """How a model with this `config.json` is quantised, in words; empty where it isn't."""
-    found: Any = next(
-        (part[key] for part in (config, config.get("text_config") or {}) for key in KEYS if part.get(key)), {}
-    )
-    if not found:
-        return ""
-    bits = f"{found['bits']} bits" if found.get("bits") else str(found.get("quant_method", "in its own way"))
-    return f"{bits}, groups of {found['group_size']}" if found.get("group_size") else bits
-
-
 def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
     """The `config.json` of the same model, dense."""
     plain = {key: value for key, value in config.items() if key not in KEYS}

@@ -4,13 +4,13 @@ The copy is made once, by mlx-lm's quantisation, and kept in segtrain's cache un
 ordinary mlx-lm model directory: adapters name it as their base. Planning needs no copy, only its `config.json`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from segtrain.errors import UserError
 from segtrain.memory import machine
-from segtrain.memory.source import Source, find
+from segtrain.memory.source import Source, described, find
 from segtrain.recipe.schema import Recipe
 from segtrain.storage.fingerprint import model_fingerprint
 from segtrain.storage.fresh import made_once
@@ -54,7 +54,7 @@ def planned(recipe: Recipe) -> Source:
         return found
     from segtrain.memory.anatomy import quantised
 
-    _refuse_quantised(recipe, found)
+    refuse_quantised(recipe, found.config)
     local = Path(recipe.model).expanduser()
     if local.is_dir() and (place := _place(recipe, local)).is_dir():
         return find(str(place))
@@ -66,15 +66,14 @@ def _source(recipe: Recipe) -> Path:
     """The directory of the model to quantise, with its files. Raises UserError."""
     from segtrain.models.load import located
 
-    _refuse_quantised(recipe, find(recipe.model))
+    refuse_quantised(recipe, find(recipe.model).config)
     path, _ = located(recipe.model, trust_remote_code=recipe.trust_remote_code)
     return path
 
 
-def _refuse_quantised(recipe: Recipe, source: Source) -> None:
-    from segtrain.models.quantise import described
-
-    if how := described(source.config):
+def refuse_quantised(recipe: Recipe, config: Mapping[str, Any]) -> None:
+    """Raise UserError where the recipe would quantise a model, of this `config.json`, that is quantised already."""
+    if recipe.quantize is not None and (how := described(config)):
         raise UserError(
             f"quantize: {recipe.model} is quantised already ({how}); leave quantize out, or give the model that it was "
             "made of"

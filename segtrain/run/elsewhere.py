@@ -19,7 +19,7 @@ from segtrain.errors import RunFailed, UserError, reason
 from segtrain.lora import adapters, gguf_file
 from segtrain.lora.adapters import Adapter
 from segtrain.lora.peft import FAMILIES, type_of
-from segtrain.models import quantise
+from segtrain.memory.source import described
 from segtrain.models.load import located
 from segtrain.recipe.schema import Recipe
 from segtrain.run.merging import export_merged
@@ -90,7 +90,7 @@ def export_ollama(
     stops = stop_texts(source, recipe)
     if from_ is None:
         _require_import(config, adapter)
-    alone = from_ is None and (quantise.described(config) != "" or not gguf_file.knows(adapter.config, config))
+    alone = from_ is None and (described(config) != "" or not gguf_file.knows(adapter.config, config))
     with fresh(out, "--out") as folder:
         if alone:
             notices = export_merged(run, folder / MODEL, recipe=recipe, model=model)

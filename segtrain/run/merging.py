@@ -15,6 +15,7 @@ from segtrain.data.chat import template_text
 from segtrain.errors import UserError
 from segtrain.lora import adapters
 from segtrain.lora.adapters import Adapter
+from segtrain.memory.source import described
 from segtrain.models import quantise
 from segtrain.models.dense_weights import dequantise, merge
 from segtrain.models.load import load_unread, located
@@ -44,7 +45,7 @@ def export_merged(
     trust = bool(recipe and recipe.trust_remote_code)
     source, _ = located(name, trust_remote_code=trust)
     net, config = load_unread(source, trust_remote_code=trust)
-    was = quantise.described(config)
+    was = described(config)
     config = described_anew(net, config, adapter, quantize, name)
     with fresh(out, "--out") as inside:
         save(net, config, source, inside)

@@ -357,6 +357,7 @@ class _Loop:
             directory=Path(self.recipe.output.dir),
             steps=self.steps,
             first_step=self.state.step,
+            base=str(self.session.loaded.path) if self.recipe.quantize else "",
             **summary(self.session),
         )
 

@@ -153,7 +153,7 @@ class _Run:
         match event:
             case RunStarted():
                 self.steps, self.first_step, self.started = event.steps, event.first_step, self.clock()
-                self.model = event.model
+                self.model = event.base or event.model
             case PlanChosen():
                 peak = event.plan.get("peak_gib")
                 self.predicted_gib = float(peak) if isinstance(peak, (int, float)) else None
