@@ -36,7 +36,7 @@ from segtrain.models.tokenwise import tokenwise_modules
 
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "model_max_length", "max_seq_len")
 LENGTHS = (65, 129, 257)  # numbers that no model's own sizes are
-UNKNOWN = 2
+UNKNOWN, UNKNOWN_LEFT = 2, 3  # times what a layer's products take and give; of that, what is left for backward
 LINEAR = (*lora_layers.LINEAR, *EXPERTS)
 
 
@@ -362,9 +362,8 @@ def _passes(graph: Callable[[int], Graph]) -> Pass:
 def _products(linears: Sequence[Linear], size: int) -> Pass:
     """What a layer without a graph holds at most, by its products: each one's input and output, some times."""
     each = size * sum((x.inputs + x.outputs) * max(1, x.chosen) for x in linears)
-    return Pass(
-        Line(0.0, UNKNOWN * each), Line(0.0, UNKNOWN * each), Line(0.0, UNKNOWN * each), Line(0.0, UNKNOWN * each)
-    )
+    left, made = Line(0.0, UNKNOWN_LEFT * each), Line(0.0, UNKNOWN * each)
+    return Pass(left, left, made, made)
 
 
 def _line(values: Sequence[float], pairs: bool) -> Line:
