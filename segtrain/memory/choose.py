@@ -23,7 +23,7 @@ HEAD_CHUNK_BYTES = 512 << 20
 MIN_CHUNK, MAX_CHUNK = 64, 2048
 MLP_ROWS = (4096, 2048, 1024, 512)
 BOUNDARIES = (0.875, 0.75, 0.5)  # shares of them
-DEARER, SMALLER = 1.08, 2 / 3  # see `sparing`
+DEARER, SMALLER = 1.12, 1 / 2  # see `sparing`
 KEPT = (0.125, 0.25, 0.5, 0.75, 0.875)  # shares of the layers
 
 

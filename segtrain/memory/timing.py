@@ -3,7 +3,7 @@
 With frozen weights a matrix product's backward costs as much as its forward, attention's 2.5 times as much. So
 
     full        forward + backward
-    segmented   forward + recomputed forward + backward; of kept layers only what isn't a product is recomputed;
+    segmented   forward + recomputed forward + backward; of kept layers what isn't a product is recomputed (`again`);
                 where fewer boundaries are kept than there are, some segments run forward once more
 
 `OVERHEAD` tokens stand for what a layer's pass costs however short the row is. On a fast GPU, short rows are bound by
@@ -26,6 +26,7 @@ ATTENTION_BACKWARD = 2.5
 LOOKAHEAD = (1.0, 0.99, 0.98)
 COMPILED = 0.95
 LAUNCH = (1600, 5000, 3000)
+AGAIN = (0.8, 0.17)  # full, 28, 24 and no layers kept of 32: 0.71, 0.78, 0.79 and 0.89 s at 8,192 tokens
 TIGHT = 1.04  # a step whose device waits for memory
 EDGE_TOKENS = 4  # what one more segment costs, in tokens of a layer
 
@@ -42,11 +43,14 @@ class Speed:
     mlp_chunks: float = 1.03
     launch: tuple[int, int, int] = (0, 0, 0)
     """The least that a layer costs, in tokens of one product: full, segmented, and for each chunk of its MLP."""
+    again: tuple[float, float] = (1.0, 0.0)
+    """What a layer costs that is computed again, as a share of its products in forward: one that isn't kept, one that
+    is, of which elementwise operations are left."""
 
 
 DEFAULTS = {
     "cpu": Speed(),
-    "cuda": Speed(packed=3.0, lookahead=LOOKAHEAD, compiled=COMPILED, mlp_chunks=1.0, launch=LAUNCH),
+    "cuda": Speed(packed=3.0, lookahead=LOOKAHEAD, compiled=COMPILED, mlp_chunks=1.0, launch=LAUNCH, again=AGAIN),
     "metal": Speed(packed=1.0, lookahead=LOOKAHEAD, compiled=COMPILED),
 }
 
@@ -121,7 +125,7 @@ class Timer:
         layer, backward, recomputed, forwards = self.model.distinct[place.kind], 0.0, 0.0, 1.0
         if place.trained and plan.backward == "segmented":
             made_again = self._made_again(plan)
-            recomputed = made_again + (0.0 if place.kept else self._again(layer, plan, rows))
+            recomputed = made_again + self.speed.again[place.kept] * self._again(layer, plan, rows)
             forwards += 1 + made_again
         if place.trained:
             backward = self.speed.mlp_chunks if plan.mlp_rows is not None and rows > plan.mlp_rows else 1.0
