@@ -29,9 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("faults")
 
 
-def recipe_file(folder: Path, run: Path, loss: str = "sft") -> Path:
+def recipe_file(folder: Path, run: Path, loss: str = "sft", **changes: str) -> Path:
     run.parent.mkdir(exist_ok=True)
-    options = {"output__dir": str(run), "output__eval_every": 3, "output__save_every": 1, "train__steps": STEPS}
+    options = changes | {
+        "output__dir": str(run),
+        "output__eval_every": 3,
+        "output__save_every": 1,
+        "train__steps": STEPS,
+    }
     path = tiny_run.recipe_file(
         folder, loss, data__valid=str(folder / f"{loss}-valid.jsonl"), lora__dropout=0.1, **options
     )
@@ -51,9 +56,11 @@ def whole(folder: Path) -> dict[str, object]:
     return {loss: trained(recipe_file(folder, folder / "whole" / loss, loss), loss)[0] for loss in ("sft", "orpo")}
 
 
-def killed_until_done(folder: Path, name: str, loss: str, most: int, draw: random.Random) -> tuple[object, int]:
+def killed_until_done(
+    folder: Path, name: str, loss: str, most: int, draw: random.Random, **changes: str
+) -> tuple[object, int]:
     """A run whose process is killed after a random part of it, up to `most` times or until one gets to the end."""
-    path = recipe_file(folder, folder / name / "run", loss)
+    path = recipe_file(folder, folder / name / "run", loss, **changes)
     kills = 0
     while kills < most:
         process = start([loss, str(path), "--resume"], folder / f"{name}.log")
@@ -77,19 +84,22 @@ def wait_for_a_random_moment(run: Path, process: BaseProcess, draw: random.Rando
 
 
 @pytest.mark.parametrize(
-    ("loss", "kills"),
+    ("loss", "kills", "weights"),
     [
-        ("sft", 3),
-        ("orpo", 2),
-        pytest.param("sft", 20, marks=pytest.mark.slow),
-        pytest.param("orpo", 15, marks=pytest.mark.slow),
+        ("sft", 3, "auto"),
+        ("orpo", 2, "auto"),
+        ("sft", 1, "streamed"),
+        pytest.param("sft", 20, "auto", marks=pytest.mark.slow),
+        pytest.param("orpo", 15, "auto", marks=pytest.mark.slow),
+        pytest.param("sft", 30, "streamed", marks=pytest.mark.slow),
     ],
 )
-def test_killed_at_random_moments(folder: Path, whole: dict[str, object], loss: str, kills: int) -> None:
+def test_killed_at_random_moments(folder: Path, whole: dict[str, object], loss: str, kills: int, weights: str) -> None:
     draw, done, runs = random.Random(kills), 0, 0
     while done < kills:
-        result, killed = killed_until_done(folder, f"kills-{loss}-{kills}-{runs}", loss, kills - done, draw)
-        assert result == whole[loss]
+        name = f"kills-{loss}-{weights}-{kills}-{runs}"
+        result, killed = killed_until_done(folder, name, loss, kills - done, draw, engine__weights=weights)
+        assert result[0] == whole[loss][0] if weights == "streamed" else result == whole[loss]  # type: ignore[index]
         done, runs = done + killed, runs + 1
         assert runs <= 2 * kills, "the runs end before they can be killed"
 

@@ -30,6 +30,7 @@ from segtrain.models import ends, exceptions
 from segtrain.models.stack import Execution, LayerStack
 from segtrain.models.weights import Loads, Streamed, streamed
 from segtrain.recipe.schema import load_recipe
+from segtrain.run.planning import Planner
 from segtrain.run.preview import preview
 from segtrain.run.trainer import Trainer
 from segtrain.storage import checkpoint
@@ -411,6 +412,55 @@ def test_a_run_writes_the_same_adapter_and_samples(folder: Path) -> None:
     assert sampled[0] == sampled[1]
     assert "as the recipe says" in texts(read)
     assert "stay on disk" not in texts(held)
+
+
+@pytest.mark.parametrize("options", [{}, {"boundaries": 1}, {"keep": 2}, {"compiled": True, "lookahead": 2}], ids=str)
+@pytest.mark.parametrize("layout", ["rows", "pairs"])
+def test_rows_that_share_each_reading_give_the_same_bits(options: dict[str, Any], layout: str, llama: Path) -> None:
+    """Against one row after the other; and the update reads the layers as often as one row does."""
+    one, two = (TOKENS[:11], TOKENS[5:]) if layout == "rows" else (PAIR, pair(TOKENS[:6], TOKENS[6:9], TOKENS[9:13]))
+    rows: Any = [single(x, [True] * len(x)) for x in (one, two)] if layout == "rows" else [one, two]  # type: ignore[arg-type]
+    objective = objectives.sft if layout == "rows" else objectives.orpo()
+    engine = backward(llama, stream=True, objective=objective, **options)
+    alone = [engine.step(row) for row in rows]
+    before, entered = source(engine).bytes_read, []
+    values, grads = engine.steps(rows, entered.append)
+    read = source(engine).bytes_read - before
+    engine.step(rows[0])
+    assert read == source(engine).bytes_read - before - read
+    assert mx.array_equal(grads.array, alone[0].grads.array + alone[1].grads.array)
+    assert [value.total.item() for value in values] == [step.loss.total.item() for step in alone]
+    assert set(entered) == {0, 1}
+
+
+@pytest.mark.parametrize("loss", ["sft", "orpo"])
+def test_an_update_of_many_rows_reads_the_model_twice(loss: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, and where only some of the rows fit together; the adapter is that of rows one by one."""
+    options = {"engine__weights": "streamed", "engine__rows_together": 1, "lora__dropout": 0.1, "train__steps": 2}
+    options |= {"train__grad_accumulation_steps": 4, "engine__prefix_sharing": False}
+    seen: list[int] = []
+    steps = SegmentedBackward.steps
+
+    def counted(self: Any, layouts: Any, *args: Any) -> Any:
+        seen.append(len(layouts))
+        return steps(self, layouts, *args)
+
+    monkeypatch.setattr(SegmentedBackward, "steps", counted)
+    made = []
+    for name, most in (("all", 4), ("some", 2), ("none", 1)):
+        monkeypatch.setattr(Planner, "joined", at_most(most, JOINED))
+        path = tiny_run.recipe_file(folder, loss, output__dir=str(folder / f"{loss}-{name}"), **options)
+        list(Trainer(load_recipe(path), loss).events())
+        made.append(adapter(folder, f"{loss}-{name}"))
+    assert made[0] == made[1] == made[2]
+    assert seen == [4] * 2 + [2] * 4 + [1] * 8
+
+
+JOINED = Planner.joined
+
+
+def at_most(most: int, joined: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, layouts: joined(self, layouts) if len(layouts) <= most else None
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -22,8 +22,9 @@ the faster way for short rows.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
@@ -82,6 +83,8 @@ class Stack(Protocol):
 
     @property
     def execution(self) -> Hashable: ...
+    @property
+    def streams(self) -> bool: ...
     def __len__(self) -> int: ...
     def reads(self, i: int) -> tuple[str, ...]: ...
     def writes(self, i: int) -> tuple[str, ...]: ...
@@ -152,6 +155,22 @@ class Evaluator:
         self._pending.clear()
 
 
+@dataclass
+class _Pass:
+    """One stream of one row on its way through the layers. `saved`: its carries at the starts of groups; `edges`:
+    those inside the group that is under backward; `products`: of kept segments.
+    """
+
+    row: int
+    number: int
+    tape: Tape
+    carry: Carry
+    saved: list[Carry] = field(default_factory=list)
+    edges: list[Carry] = field(default_factory=list)
+    products: Products = field(default_factory=dict)
+    cotangents: Carry = field(default_factory=dict)
+
+
 class SegmentedBackward:
     """Backward segment by segment.
 
@@ -191,26 +210,43 @@ class SegmentedBackward:
 
     def step(self, layout: Layout) -> Step:
         """One row's loss and gradients. `layout`'s streams are independent but for the loss."""
-        reference = reference_sums(self, layout)
+        (value,), flat = self.steps([layout])
+        return Step(value, flat)
+
+    def steps(
+        self,
+        layouts: Sequence[Layout],
+        enter: Callable[[int], None] = lambda number: None,
+        onto: Mapping[str, mx.array] | None = None,
+    ) -> tuple[list[LossValue], FlatArrays]:
+        """The losses of some rows and the sum of their gradients, equal to the bit to one `step` after the other.
+
+        The gradients are added to those in `onto`.
+        Where weights are streamed all rows go through a segment before the next one is read, and the carries of all are
+        held. `enter` is called with a row's number before each part of its computation.
+        """
+        references = [reference_sums(self, layout) for layout in layouts]
         evaluator = Evaluator(self.lookahead)
-        self.stack.expect(self._order(layout, backward=True))
-        tapes = [self.stack.begin(stream) for stream in layout.streams]
-        products: list[Products] = [{} for _ in tapes]
-        saved: list[list[Carry]] = []  # per stream: the carry at the start of each group
-        hidden: list[mx.array] = []
-        for number, tape in enumerate(tapes):
-            carry = self._forward(number, tape, {HIDDEN: tape.embedded}, self.frozen, evaluator)
-            starts, final = self._edges(number, tape, carry, self.groups, evaluator, products[number])
-            saved.append(starts)
-            hidden.append(final[HIDDEN])
-            del carry, starts, final
-        value, dhs = self._head(layout, hidden, reference, evaluator)
-        grads: dict[str, mx.array] = {}
-        for number, tape in enumerate(tapes):
-            self._backward(number, tape, saved[number], products[number], {HIDDEN: dhs.pop(0)}, grads, evaluator)
+        passes = [
+            _Pass(row, number, tape := self.stack.begin(stream), {HIDDEN: tape.embedded})
+            for row, layout in enumerate(layouts)
+            for number, stream in enumerate(layout.streams)
+        ]
+        apart = [passes] if self.stack.streams else [[one] for one in passes]
+        self.stack.expect(self._order(len(apart), backward=True))
+        for some in apart:
+            self._forward(some, self.frozen, evaluator, enter)
+            for group in self.groups:
+                for one in some:
+                    one.saved.append(one.carry)
+                self._forward(some, group, evaluator, enter, keep=True)
+        values = self._head(layouts, passes, references, evaluator)
+        grads = dict(onto or {})
+        for some in apart:
+            self._backward(some, grads, evaluator, enter)
         flat = self.lora.flat_layout.flatten(grads)
         evaluator(flat.array)  # with look-ahead not awaited: the next row's graph is built meanwhile
-        return Step(value, flat)
+        return values, flat
 
     def evaluate(self, layout: Layout) -> LossValue:
         """The loss alone, without dropout."""
@@ -219,84 +255,79 @@ class SegmentedBackward:
     def score(self, layout: Layout) -> Scores:
         """Each span's sum of log-probs, without dropout. Of a stream's carries only the last ones are held."""
         evaluator = Evaluator(self.lookahead)
-        self.stack.expect(self._order(layout, backward=False))
+        self.stack.expect(self._order(len(layout.streams), backward=False))
         segments = [*self.frozen, *(segment for group in self.groups for segment in group)]
         sums: dict[str, mx.array] = {}
         with self.lora.dropout_keys.disabled():
             for number, stream in enumerate(layout.streams):
                 tape = self.stack.begin(stream)
-                h = self._forward(number, tape, {HIDDEN: tape.embedded}, segments, evaluator)[HIDDEN]
-                scores = self._score(layout, {number: h}, evaluator, gradient=False)
-                sums |= {name: scored.logp for name, scored in scores.items()}
+                one = _Pass(0, number, tape, {HIDDEN: tape.embedded})
+                self._forward([one], segments, evaluator)
+                wanted = {
+                    name: (one.carry[HIDDEN], span) for name, span in layout.spans.items() if span.stream == number
+                }
+                scores = self._score(list(wanted.values()), number, evaluator, gradient=False)
+                sums |= {name: scored.logp for name, scored in zip(wanted, scores, strict=True)}
         evaluator.drain()
         return Scores(sums, _counts(layout))
 
-    def _order(self, layout: Layout, *, backward: bool) -> Iterator[Any]:
+    def _order(self, times: int, *, backward: bool) -> Iterator[Any]:
         """The segments' layers, and the blocks of the vocabulary, in the order in which they run; None: the head."""
         forward = [*self.frozen, *(segment for group in self.groups for segment in group)]
-        streams, blocks = len(layout.streams), self.stack.vocabulary.blocks if self.stack.vocabulary else [None]
+        blocks = self.stack.vocabulary.blocks if self.stack.vocabulary else [None]
         bounds = [segment.bounds for segment in forward]
-        yield from (bounds * streams + [*blocks]) if backward else [*bounds, *blocks] * streams
-        for group in list(reversed(self.groups)) * (streams if backward else 0):
+        yield from (bounds * times + [*blocks]) if backward else [*bounds, *blocks] * times
+        for group in list(reversed(self.groups)) * (times if backward else 0):
             yield from (segment.bounds for segment in (*group[:-1], *reversed(group)))
-
-    def _edges(
-        self,
-        number: int,
-        tape: Tape,
-        carry: Carry,
-        groups: Sequence[Sequence[Segment]],
-        evaluator: Evaluator,
-        products: Products | None = None,
-    ) -> tuple[list[Carry], Carry]:
-        """Run groups of segments in order; returns the carry at the start of each group, and the last one."""
-        starts = []
-        for group in groups:
-            starts.append(carry)
-            carry = self._forward(number, tape, carry, group, evaluator, products)
-        return starts, carry
 
     def _forward(
         self,
-        number: int,
-        tape: Tape,
-        carry: Carry,
+        passes: Sequence["_Pass"],
         segments: Sequence[Segment],
         evaluator: Evaluator,
-        products: Products | None = None,
-    ) -> Carry:
-        """Run segments in order; returns the carry after them. `products`, if given, gets those of kept segments."""
-        self.lora.dropout_keys.enter(number, tape.stream.parts)
+        enter: Callable[[int], None] = lambda number: None,
+        *,
+        keep: bool = False,
+    ) -> None:
+        """Run segments in order: moves the passes' carries on. With `keep` the products of kept segments stay."""
         for segment in segments:
-            with self.meter(f"forward{segment}", number), self.stack.holding(segment.lo, segment.hi):
-                keep = products is not None and segment in self.kept
-                written, made = self._segment_forward(tape, segment, carry, keep=keep)
-                carry = carry | written
-                if products is not None and keep:
-                    products[segment] = made
-                evaluator([written, made])
-        return carry
+            with ExitStack() as held:
+                for one in passes:
+                    self._enter(one, enter)
+                    with self.meter(f"forward{segment}", one.number):
+                        if one is passes[0]:
+                            held.enter_context(self.stack.holding(segment.lo, segment.hi))
+                        kept = keep and segment in self.kept
+                        written, made = self._segment_forward(one.tape, segment, one.carry, keep=kept)
+                        one.carry = one.carry | written
+                        if kept:
+                            one.products[segment] = made
+                        evaluator([written, made])
+                        del written, made
+
+    def _enter(self, one: "_Pass", enter: Callable[[int], None]) -> None:
+        """The dropout masks of this pass are drawn from here on."""
+        enter(one.row)
+        self.lora.dropout_keys.enter(one.number, one.tape.stream.parts)
 
     def _score(
-        self, layout: Layout, hidden: Mapping[int, mx.array], evaluator: Evaluator, *, gradient: bool
-    ) -> dict[str, SpanScore]:
-        """The scores of the spans on these streams, whose last hidden states are given."""
-        wanted = {name: (hidden[span.stream], span) for name, span in layout.spans.items() if span.stream in hidden}
-        with self.meter("head", next(iter(hidden))):
+        self, scored: Sequence[tuple[mx.array, Span]], number: int, evaluator: Evaluator, *, gradient: bool
+    ) -> list[SpanScore]:
+        """The scores of spans of last hidden states; `number`: of the (first) stream."""
+        with self.meter("head", number):
             if blocks := self.stack.vocabulary:
-                found = vocabulary.score(
+                return vocabulary.score(
                     blocks,
-                    list(wanted.values()),
+                    scored,
                     self.head_chunk,
                     gradient=gradient,
                     run=self._block_run,
                     pad=self.compiled,
                     evaluate=evaluator,
                 )
-                return dict(zip(wanted, found, strict=True))
             compiled = self._scorer(gradient) if self.compiled else None
-            return {
-                name: score(
+            return [
+                score(
                     self.stack.logits,
                     h,
                     span,
@@ -305,27 +336,32 @@ class SegmentedBackward:
                     compiled=compiled,
                     evaluate=evaluator,
                 )
-                for name, (h, span) in wanted.items()
-            }
+                for h, span in scored
+            ]
 
     def _head(
-        self, layout: Layout, hidden: list[mx.array], reference: Sums, evaluator: Evaluator
-    ) -> tuple[LossValue, list[mx.array]]:
-        """The loss, and its gradient with respect to each stream's last hidden states, which are released."""
-        scores = self._score(layout, dict(enumerate(hidden)), evaluator, gradient=True)
-        sums = {name: scored.logp for name, scored in scores.items()}
-        value, slopes = value_and_grad(self.objective, Scores(sums, _counts(layout), reference))
-        dhs = []
-        for number, h in enumerate(hidden):
-            own = [
-                (span, scores[name].units, slopes[name]) for name, span in layout.spans.items() if span.stream == number
-            ]
-            dhs.append(cotangent(h, own))
-        del h, own
-        hidden.clear()
-        scores.clear()
-        evaluator([value.total, value.metrics, dhs])
-        return value, dhs
+        self, layouts: Sequence[Layout], passes: Sequence["_Pass"], references: Sequence[Sums], evaluator: Evaluator
+    ) -> list[LossValue]:
+        """The losses; the passes get the cotangent of their last hidden states, which are released."""
+        hidden = {(one.row, one.number): one.carry[HIDDEN] for one in passes}
+        for one in passes:
+            one.carry = {}
+        spans = [(row, name, span) for row, layout in enumerate(layouts) for name, span in layout.spans.items()]
+        found = self._score([(hidden[row, span.stream], span) for row, _, span in spans], 0, evaluator, gradient=True)
+        values = []
+        for row, (layout, reference) in enumerate(zip(layouts, references, strict=True)):
+            scores = {name: one for (owner, name, _), one in zip(spans, found, strict=True) if owner == row}
+            sums = {name: scored.logp for name, scored in scores.items()}
+            value, slopes = value_and_grad(self.objective, Scores(sums, _counts(layout), reference))
+            values.append(value)
+            for one in passes:
+                if one.row == row:
+                    own = {name: span for name, span in layout.spans.items() if span.stream == one.number}
+                    of_spans = [(span, scores[name].units, slopes[name]) for name, span in own.items()]
+                    one.cotangents = {HIDDEN: cotangent(hidden.pop((row, one.number)), of_spans)}
+        del found, scores, of_spans
+        evaluator([[(value.total, value.metrics) for value in values], [one.cotangents for one in passes]])
+        return values
 
     def _block_run(self, name: tuple, function: Callable, *inputs: Any) -> Any:
         return (
@@ -336,25 +372,45 @@ class SegmentedBackward:
 
     def _backward(
         self,
-        number: int,
-        tape: Tape,
-        saved: list[Carry],
-        products: Products,
-        cotangents: Carry,
+        passes: Sequence["_Pass"],
         grads: dict[str, mx.array],
         evaluator: Evaluator,
+        enter: Callable[[int], None],
     ) -> None:
-        """From the last group to the first; adds to `grads`."""
-        self.lora.dropout_keys.enter(number, tape.stream.parts)
+        """From the last group to the first; adds to `grads`, a row's sum at a time."""
         for group in reversed(self.groups):
-            edges, last = self._edges(number, tape, saved.pop(), [[s] for s in group[:-1]], evaluator)
-            edges.append(last)
-            del last
+            for one in passes:
+                one.carry = one.saved.pop()
+                one.edges = [one.carry]
+            for segment in group[:-1]:
+                self._forward(passes, [segment], evaluator, enter)
+                for one in passes:
+                    one.edges.append(one.carry)
+            for one in passes:
+                one.carry = {}
             for segment in reversed(group):
-                with self.meter(f"backward{segment}", number), self.stack.holding(segment.lo, segment.hi):
-                    kept = products.pop(segment, None)
-                    self._segment_vjp(tape, segment, edges.pop(), cotangents, grads, evaluator, kept)
-                    del kept
+                self._segment_backward(segment, passes, grads, evaluator, enter)
+
+    def _segment_backward(
+        self,
+        segment: Segment,
+        passes: Sequence["_Pass"],
+        grads: dict[str, mx.array],
+        evaluator: Evaluator,
+        enter: Callable[[int], None],
+    ) -> None:
+        with ExitStack() as held:
+            for _, of_row in groupby(passes, lambda one: one.row):
+                own: dict[str, mx.array] = {}
+                for one in of_row:
+                    self._enter(one, enter)
+                    with self.meter(f"backward{segment}", one.number):
+                        if one is passes[0]:
+                            held.enter_context(self.stack.holding(segment.lo, segment.hi))
+                        kept = one.products.pop(segment, None)
+                        self._segment_vjp(one.tape, segment, one.edges.pop(), one.cotangents, own, evaluator, kept)
+                        del kept
+                _add(grads, list(own), list(own.values()))
 
     def _segment_forward(
         self, tape: Tape, segment: Segment, carry: Carry, *, keep: bool

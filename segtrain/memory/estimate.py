@@ -284,14 +284,15 @@ class Estimator:
         return {"weights": float((2 + plan.lookahead) * largest)}
 
     def read(self, row: RowShape, plan: Plan) -> int:
-        """Bytes that one row reads of streamed weights: forward, backward, and segments that are run once more."""
+        """Bytes that one row, or rows that are joined, read of streamed weights: forward, backward, and what is run
+        once more."""
         if not self.streamed:
             return 0
         frozen, trained = layer_cuts(len(self.model.layers), plan.segment_size, lowest=self.lowest, keep=plan.keep)
         again = [bounds for group in grouped(trained, plan.boundaries) for bounds in group[:-1]]
         runs = [*frozen, *trained, *trained, *again]
         head = self.block_bytes * self.model.vocabulary // self.model.block[0] if self.block_bytes else 0
-        return head + len(row.streams) * sum(sum(self.layer_bytes[lo:hi]) for lo, hi in runs)
+        return head + sum(sum(self.layer_bytes[lo:hi]) for lo, hi in runs)
 
     def _products(self, i: int, rows: int, plan: Plan) -> float:
         """Bytes of a kept layer's linear outputs, without those that work in chunks or route, or end a segment."""

@@ -118,6 +118,15 @@ def in_one_stream(row: RowShape, count: int, tokens: int, sequences: tuple[int, 
     return RowShape((tokens,), (tuple(count * rows for spans in row.scored for rows in spans),), (), (sequences,))
 
 
+def joined(rows: Sequence[RowShape]) -> RowShape:
+    """Rows whose passes are held together."""
+    return RowShape(
+        tuple(n for row in rows for n in row.streams),
+        tuple(spans for row in rows for spans in row.scored),
+        next((row.branches for row in rows if row.branches), ()),
+    )
+
+
 def of_layout(layout: _Layout) -> RowShape:
     """The shape of a `Layout`, of which only lengths are read."""
     scored = [

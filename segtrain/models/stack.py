@@ -177,6 +177,11 @@ class LayerStack:
         logits = self.executing(replace(execution, dequantize=False)).logits
         return Vocabulary(module, self.blocks, read, logits, execution.dequantize)
 
+    @property
+    def streams(self) -> bool:
+        """Whether layers' weights are read for each use."""
+        return self.source is not None
+
     def executing(self, execution: Execution) -> "LayerStack":
         """The same layers, to be run so; this stack stays as it is."""
         view = copy.copy(self)

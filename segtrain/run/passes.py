@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from segtrain.data.rows import Row
-from segtrain.engine.backward import Backward
+from segtrain.engine.backward import Backward, SegmentedBackward
 from segtrain.engine.layouts import Layout
 from segtrain.errors import RunFailed, counted, reason
 from segtrain.parallel.ranks import Ranks
@@ -15,17 +15,21 @@ from segtrain.run.session import Session
 WINDOW = 64  # rows to evaluate that are looked at for which of them run together
 
 Choose: TypeAlias = Callable[[Layout], Backward]
+Join: TypeAlias = Callable[[Sequence[Layout]], SegmentedBackward | None]
+"""The backward pass by which these layouts go through the layers together; None where they don't fit so."""
 Cut: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
 """Sizes of the groups of rows that run together, by the rows' lengths in ascending order."""
 
 
 @dataclass
 class Passes:
-    """`cut`: which rows run together, or each runs alone."""
+    """`cut`: which rows run together, or each runs alone. `join`: where weights are streamed, so that an update reads
+    them twice however many passes it has."""
 
     session: Session
     choose: Choose
     cut: Cut | None = None
+    join: Join | None = None
 
     def cost(self, row: Row) -> float:
         """What computing a row takes, in tokens: attention costs as much as all else at about 13 times the width.
@@ -46,9 +50,25 @@ class Passes:
         found = self.session.grouped(rows, self.cut)
         return found if len(found) < len(rows) else alone
 
+    def batches(self, groups: Sequence[Sequence[Row]]) -> list[list[int]]:
+        """Numbers of the groups that go through the layers together, in order: as many as fit."""
+        found: list[list[int]] = []
+        layouts = [self._layout(rows) for rows in groups] if self.join and len(groups) > 1 else []
+        done = 0
+        while done < len(groups):
+            count = len(groups) - done if self.join else 1
+            while count > 1 and not self.join(layouts[done : done + count]):  # type: ignore[misc]
+                count = -(-count // 2)
+            found.append(list(range(done, done + count)))
+            done += count
+        return found
+
+    def _layout(self, rows: Sequence[Row]) -> Layout:
+        return self.session.layout(rows[0]) if len(rows) == 1 else self.session.together(rows)
+
     def prepared(self, rows: Sequence[Row]) -> tuple[Layout, Backward]:
         """The layout of one row, or of several together, with its reference sums, and the pass that runs it."""
-        layout = self.session.layout(rows[0]) if len(rows) == 1 else self.session.together(rows)
+        layout = self._layout(rows)
         backward = self.choose(layout)
         return self.session.referenced(rows, layout, backward), backward
 

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from segtrain.engine import groups
-from segtrain.engine.backward import Backward
+from segtrain.engine.backward import Backward, SegmentedBackward
 from segtrain.engine.layouts import Layout
 from segtrain.engine.ragged import batch_length, up
 from segtrain.errors import RunFailed, counted
@@ -212,12 +212,22 @@ class Planner:
 
     def backward(self, layout: Layout) -> Backward:
         """How to run this row. Raises RunFailed where no plan for it fits the budget."""
-        plan = self.plan_for(layout)
+        return self._running(self.plan_for(layout), rows.of_layout(layout), [layout])
+
+    def joined(self, layouts: Sequence[Layout]) -> SegmentedBackward | None:
+        """How to run these so that all go through a segment before the next one; None where that doesn't fit."""
+        row = rows.joined([rows.of_layout(layout) for layout in layouts])
+        found = self.chooser.fastest(row, self.budget)
+        if found is None:
+            return None
+        running: Any = self._running(in_short_kernels(found, row, self.backend).plan, row, layouts)
+        return running  # never full backward: it doesn't stream
+
+    def _running(self, plan: Plan, row: RowShape, layouts: Sequence[Layout]) -> Backward:
         self._hold(plan)
-        row = rows.of_layout(layout)
         option = self.chooser.option(row, replace(plan, peak_bytes=None))
         self.watch.note(option.peak, max(row.streams), option)
-        self.meter.start_pass(layout.tokens, layout.padding)
+        self.meter.start_pass(sum(x.tokens for x in layouts), sum(x.padding for x in layouts))
         self._clock.row(plan, self.chooser.timer.cost(row, plan))
         if plan not in self._backwards:
             self._backwards[plan] = self.session.backward(plan, self.meter)

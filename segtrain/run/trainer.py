@@ -127,7 +127,9 @@ class _Loop:
         optimizer = Optimizer(self.recipe.train, self.steps, plus_ratio=self.recipe.lora.plus_ratio)
         self.meter = Meter(run.append_memory if run else None, held)
         self.planner = Planner(session, self.meter, sharing=ranks.local)
-        passes = Passes(session, self.planner.backward, self.planner.cut)
+        passes = Passes(
+            session, self.planner.backward, self.planner.cut, self.planner.joined if session.loaded.weights else None
+        )
         self.updates = Updates(session, data.train, passes, optimizer, ranks, self.meter)
         self.validation = Validation(data.valid, passes, self.updates) if data.valid is not None else None
         self.keeper = Keeper(self.recipe, ranks, run, session, optimizer, data)

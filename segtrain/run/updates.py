@@ -124,8 +124,13 @@ class Updates:
         """Take the next rows and apply their gradient; counts in `state` all but the step itself."""
         update = Update(self.totals())
         update.rows, update.origins = self._take(state)
-        for group in self.passes.groups([row for _, row in update.rows]):
-            self._accumulate(update, [update.rows[number] for number in group])
+        found = self.passes.groups([row for _, row in update.rows])
+        groups = [[update.rows[number] for number in group] for group in found]
+        for batch in self.passes.batches([[row for _, row in group] for group in groups]):
+            if len(batch) > 1:
+                self._accumulate_joined(update, [groups[number] for number in batch])
+            else:
+                self._accumulate(update, groups[batch[0]])
         update.totals.stop = stop()
         assert update.grads is not None
         with self.meter("exchange", 0) if self.ranks.size > 1 else nullcontext():
@@ -150,7 +155,26 @@ class Updates:
         grads = step.grads if update.grads is None else step.grads.with_array(update.grads.array + step.grads.array)
         mx.async_eval(grads.array)
         update.grads = grads
-        update.totals.add(step.loss, layout)
+        self._count(update, rows, step.loss, layout)
+
+    def _accumulate_joined(self, update: Update, groups: list[list[tuple[int, Row]]]) -> None:
+        """Groups of rows that go through the layers together: the same sums in the same order."""
+        keys = self.session.lora.dropout_keys
+
+        def enter(number: int) -> None:
+            keys.row, keys.rows = groups[number][0][0], [number for number, _ in groups[number]]
+
+        with explained([row for group in groups for _, row in group]):
+            layouts = [self.passes.prepared([row for _, row in group])[0] for group in groups]
+            backward = self.passes.join(layouts) if self.passes.join else None
+            assert backward is not None
+            values, update.grads = backward.steps(layouts, enter, update.grads)
+        mx.async_eval(update.grads.array)
+        for group, value, layout in zip(groups, values, layouts, strict=True):
+            self._count(update, group, value, layout)
+
+    def _count(self, update: Update, rows: list[tuple[int, Row]], loss: LossValue, layout: Layout) -> None:
+        update.totals.add(loss, layout)
         for _, row in rows:
             if isinstance(row, PreferenceRow) and self.session.shares(row):
                 update.totals.shared_tokens += len(row.prompt)
