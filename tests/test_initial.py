@@ -114,7 +114,7 @@ def test_resume_goes_by_the_runs_own_checkpoint(folder: Path, tmp_path: Path) ->
     next(event for event in events if isinstance(event, TrainStep) and event.step == 3)
     events.close()  # type: ignore[attr-defined]
     list(Trainer(recipes[1], resume=True).events())
-    assert tiny_run.result(tmp_path / "whole") == tiny_run.result(tmp_path / "parts")
+    assert tiny_run.result(tmp_path / "whole")[:2] == tiny_run.result(tmp_path / "parts")[:2]  # adapter, metrics
 
 
 def test_the_adapter_counts_in_the_fingerprint_and_its_content_on_resume(folder: Path, tmp_path: Path) -> None:
