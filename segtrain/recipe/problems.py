@@ -95,6 +95,8 @@ def _sentence(detail: ErrorDetails) -> str:
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "missing":
         return _EXPECTED[kind]
+    if kind in ("string_type", "too_short") and value in (None, [], ()):
+        return "must not be empty"
     if kind == "value_error":
         text = str(context["error"])
         return text if text.startswith("must") else f"is wrong: {text}"

@@ -78,6 +78,11 @@ def _one_of(*allowed: Any) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _as_text(value: Any) -> Any:
+    """A number without its unit, which is then asked for."""
+    return str(value) if type(value) in (int, float) else value
+
+
 Texts: TypeAlias = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed), Strict(False)]
 AutoFrom1: TypeAlias = Annotated[Any, _whole_or_auto(1)]
 AutoFrom0: TypeAlias = Annotated[Any, _whole_or_auto(0)]
@@ -225,7 +230,7 @@ class EngineRecipe(Section):
     weights: Literal["auto", "resident", "streamed"] = "auto"  # the frozen ones: in memory, or read as layers run
     prefix_sharing: bool = True
     rows_together: AutoFrom1 = "auto"  # rows of an update in one forward and backward pass, at most
-    memory_budget: str = "auto"
+    memory_budget: Annotated[str, BeforeValidator(_as_text)] = "auto"
     wired: bool = True  # Metal: what is in use may not be paged out
 
     @property
@@ -306,7 +311,7 @@ class TrainRecipe(Section):
     optimizer: Literal["adamw", "adam", "sgd", "adafactor", "muon"] = "adamw"
     optimizer_config: dict[str, Any] = {}
     weight_decay: float = Field(default=0.0, ge=0)
-    grad_accumulation_steps: int = Field(default=1, ge=1)
+    grad_accumulation_steps: int = Field(default=1, ge=1, le=1 << 16)
     max_grad_norm: float | None = Field(default=1.0, ge=0)  # 0 or null: no clipping
     patience: int | None = Field(default=None, ge=1)  # evaluations without a better loss that end the run
     seed: int = Field(default=0, ge=0, lt=2**63)
