@@ -311,3 +311,12 @@ def test_the_gpu_set_was_held_within_ten_percent() -> None:
 
 def test_the_heads_slices_are_those_of_the_model() -> None:
     assert estimate.HEAD_SLICE_BYTES == dense.SLICE_BYTES
+
+
+def test_in_full_backward_each_span_of_a_stream_has_a_gradient_of_its_own() -> None:
+    """All rows' logits, once for each span that is picked from them: of a shared prefix three, as was measured."""
+    estimator = Estimator(shapes_of(LLAMA), BACKENDS["cpu"])
+    whole, shared = rows.RowShape((512,), ((512,),)), rows.RowShape((512,), ((128, 128, 256),))
+    heads = [next(estimator._full(row, Plan("full")))[1]["head"] for row in (whole, shared)]
+    model = estimator.model
+    assert heads[1] - heads[0] == 3 * 512 * model.vocabulary * model.dtype_bytes

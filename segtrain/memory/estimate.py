@@ -354,8 +354,10 @@ class Estimator:
         edges = sum(self.boundary(rows) for rows in row.streams)
         made = max(self.temporaries(i, max(row.extents)) for i in trained)
         logits = float(V * sum(map(sum, row.scored)) * (fitted.FULL_FLOAT32 if b == 4 else fitted.FULL_HALF))
-        # Of a stream that isn't scored row by row, the scored rows' logits are picked from those of all rows.
-        logits += sum(V * b * rows for rows, spans in zip(row.streams, row.scored, strict=True) if spans != (rows,))
+        # Of a stream that isn't scored row by row, the scored rows' logits are picked from those of all rows: each
+        # span's gradient is as large as these.
+        picked = [rows * len(x) for rows, x in zip(row.streams, row.scored, strict=True) if x != (rows,)]
+        logits += V * b * max(picked, default=0)
         boundaries = 2 * edges + sum(self.constants(rows) for rows in row.streams)
         yield "step", {"boundaries": boundaries, "layer": held, "head": logits}
         yield "step", {"boundaries": boundaries, "layer": held + made, "adapter": float(sum(self.adapter))}
