@@ -12,6 +12,7 @@ import tiny_run
 from processes import ended, start_ranks
 
 from segtrain import cli
+from segtrain.models.weights import Streamed
 from segtrain.recipe.schema import load_recipe
 from segtrain.run.trainer import Trainer
 from segtrain.storage.run_directory import best
@@ -60,6 +61,24 @@ def test_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert found["models"][name] == pytest.approx({"loss": nats, "perplexity": math.exp(nats)}, rel=1e-4)
         assert found["tokens"] == sum(map(len, each))
     assert found["models"]["adapter"]["loss"] < found["models"]["base"]["loss"]
+
+
+def test_weights_on_disk_stay_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = tiny_run.preferences(tmp_path / "test.jsonl", 6, seed=5)
+    run = trained(tmp_path, "dpo", data__test=str(test))
+    inside = evaluated(capsys, str(run), "--base")
+    recipe = (run / "recipe.yaml").read_text()
+    assert "weights: auto" in recipe
+    (run / "recipe.yaml").write_text(recipe.replace("weights: auto", "weights: streamed"))
+    read = []
+    whole = Streamed.held
+    monkeypatch.setattr(Streamed, "held", lambda self, lo, hi: read.append((lo, hi)) or whole(self, lo, hi))
+    outside = evaluated(capsys, str(run), "--base")
+    assert {lo for lo, _ in read} == {0, 1, 2}  # its layers, each by itself
+    for name, figures in inside["models"].items():
+        assert outside["models"][name] == pytest.approx(figures, rel=1e-4)
 
 
 def test_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from segtrain.run.base import load_base
 from segtrain.run.passes import Passes
 from segtrain.run.planning import Planner
 from segtrain.run.session import Session, open_session
+from segtrain.run.streaming import streams
 from segtrain.storage import checkpoint
 from segtrain.storage.run_directory import best
 
@@ -65,7 +67,7 @@ def _evaluate(run: Path, recipe: Recipe, meter: Meter, *, base: bool, last: bool
     adapter, command = _adapter(run, last)
     objective = objectives.of_recipe(command, recipe)
     params = adapters.read(adapter).params
-    loaded = load_base(recipe)
+    loaded = load_base(recipe, partial(streams, recipe, sharing=ranks.local))
     rows, longest, notices = open_fixed(recipe, loaded.tokenizer, "test", pairs=objective.pairs)
     notices += check_positions(loaded.config, longest)
     session = open_session(recipe, objective, loaded)
