@@ -265,7 +265,7 @@ def test_pictures_are_small() -> None:
     assert all(path.stat().st_size < 250_000 for path in pictures)
 
 
-GUIDES = ("data", "how-it-works", "memory", "preferences", "troubleshooting")
+GUIDES = ("data", "distributed", "export", "how-it-works", "mac", "memory", "moving", "preferences", "troubleshooting")
 
 
 def unlinked_keys(text: str, where: str) -> set[str]:
