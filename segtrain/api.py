@@ -12,11 +12,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from segtrain.errors import UserError
 from segtrain.event import Evaluated, Event, TrainStep
-from segtrain.recipe.schema import Recipe, parse_bytes
+from segtrain.recipe.schema import Objective, Recipe, parse_bytes
 from segtrain.signals import Interrupts, Stop
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from segtrain.run.evaluate import Evaluation
     from segtrain.run.preview import Preview
 
-Objective: TypeAlias = Literal["sft", "orpo", "simpo", "cpo", "dpo"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 RECIPES = ("recipe.resolved.yaml", "recipe.yaml")  # a run's, the first one that is there
 Progress: TypeAlias = Callable[[int, int | None], None]

@@ -7,6 +7,7 @@ import ast
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +22,7 @@ from segtrain.engine.backward import FullBackward
 from segtrain.engine.layouts import CHOSEN, REJECTED, pair, shared_prefix
 from segtrain.engine.objectives import OBJECTIVES, REWARDS, Objective, Scores, cpo, dpo, orpo, simpo, value_and_grad
 from segtrain.models.stack import LayerStack
+from segtrain.recipe import schema
 
 Sums = dict[str, float]
 COUNTS = {CHOSEN: 5, REJECTED: 3}
@@ -262,6 +264,7 @@ def test_a_losss_name_stands_in_its_function_its_command_and_its_section_only() 
             if names & {one for one in said if isinstance(one, str)}:
                 found.add(path.relative_to(package).as_posix())
     assert found == {"cli.py", "engine/objectives.py", "recipe/schema.py", "recipe/scaffold.py"}
+    assert set(get_args(schema.Objective)) == set(OBJECTIVES)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from segtrain.recipe.overrides import MARK, Typed, translated
 from segtrain.recipe.problems import Problem, lines_of, listing, problems_error
 
 Auto: TypeAlias = Literal["auto"]
+Objective: TypeAlias = Literal["sft", "orpo", "simpo", "cpo", "dpo"]
 Part: TypeAlias = Literal["train", "valid", "test"]
 DEFAULT_ALPHA = 16.0
 ALL_LINEAR = "all-linear"
