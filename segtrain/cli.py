@@ -402,15 +402,29 @@ def evaluate(
     return DONE
 
 
-@app.command(epilog="\b\nExample:\n  segtrain report runs/my-run")
-def report(run: RunDir, debug: Debug = False) -> int:
+@app.command(epilog="\b\nExamples:\n  segtrain report runs/my-run\n  segtrain report runs/my-run --follow")
+def report(
+    run: RunDir,
+    live: Annotated[
+        bool, typer.Option("--follow", help="Serve the page to this machine, up to date, until the run ends.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --follow: the port; 0 takes a free one.")] = 0,
+    debug: Debug = False,
+) -> int:
     """Write an HTML page about a run.
 
-    One self-contained file, for a run that is finished or going on: loss, evaluation, speed, memory by phase.
+    One self-contained file, for a run that is finished or going on: loss, evaluation, speed, memory by phase. With
+    --follow nothing is written: the page is served to this machine's browsers.
     """
-    from segtrain.report import write_report
+    from segtrain.report import follow, write_report
 
-    typer.echo(f"wrote {write_report(run)}")
+    if port and not live:
+        raise UserError("--port goes with --follow; give both, or neither")
+    if not live:
+        typer.echo(f"wrote {write_report(run)}")
+        return DONE
+    with suppress(KeyboardInterrupt):  # how one leaves it
+        follow(run, port, typer.echo)
     return DONE
 
 

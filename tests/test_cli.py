@@ -358,7 +358,7 @@ def test_counter_is_silent_in_a_pipe() -> None:
 
 def test_export_and_report(workplace: Path, install: Install, capsys: pytest.CaptureFixture[str]) -> None:
     install("segtrain.lora.adapters", export=lambda run, out, kind, model: [f"{run} {out} {kind} {model}"])
-    install("segtrain.report", write_report=lambda run: run / "report.html")
+    install("segtrain.report", write_report=lambda run: run / "report.html", follow=None)
     assert cli.run(["export", "run", "--format", "peft", "--out", "there"]) == 0
     out, err = capsys.readouterr()
     assert (out, err) == ("wrote there\n", "run there peft None\n")

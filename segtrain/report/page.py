@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from importlib.resources import files
 from itertools import groupby
 from operator import itemgetter
@@ -33,17 +34,23 @@ def write_report(run: Path) -> Path:
 
     Raises UserError where `run` is no run directory or plotly isn't installed.
     """
-    draw, library = _plotly()
-    found = read_run(Path(run))
-    target = found.path / "report.html"
+    text = render(run)
+    target = Path(run) / "report.html"
     partial = target.with_name(".report.html.partial")
-    partial.write_text(_page(found, draw(found), library), encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, target)
     return target
 
 
-def _plotly() -> tuple[Callable[[RunFiles], "list[Chart]"], str]:
-    """The function that draws the charts, and plotly.js itself."""
+def render(run: Path) -> str:
+    """The page; nothing is written. Raises UserError as `write_report` does."""
+    draw, library = require_plotly()
+    found = read_run(Path(run))
+    return _page(found, draw(found), library)
+
+
+def require_plotly() -> tuple[Callable[[RunFiles], "list[Chart]"], str]:
+    """The function that draws the charts, and plotly.js itself. Raises UserError where plotly isn't installed."""
     try:
         from plotly.offline import get_plotlyjs
 
@@ -59,13 +66,18 @@ def _plotly() -> tuple[Callable[[RunFiles], "list[Chart]"], str]:
 def _page(run: RunFiles, drawn: "list[Chart]", library: str) -> str:
     parts = {
         "title": _text(f"{run.path.resolve().name} · segtrain"),
-        "style": _asset("report.css"),
-        "script": _asset("report.js"),
-        "plotly": base64.b64encode(gzip.compress(library.encode(), 9, mtime=0)).decode(),
+        "style": asset("report.css"),
+        "script": asset("report.js"),
+        "plotly": _packed(library),
         "figures": _json({f"chart-{i}": chart.figure for i, chart in enumerate(drawn) if chart.figure is not None}),
         "body": "\n".join(_body(run, drawn)),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("report.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], asset("report.html"))
+
+
+@cache  # most of a page's time, and the same for each page
+def _packed(library: str) -> str:
+    return base64.b64encode(gzip.compress(library.encode(), 9, mtime=0)).decode()
 
 
 def _body(run: RunFiles, drawn: "list[Chart]") -> Iterable[str]:
@@ -224,5 +236,6 @@ def _json(figures: Mapping[str, Any]) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """The text of a file of assets/."""
     return (files("segtrain.report") / "assets" / name).read_text(encoding="utf-8")

@@ -1,8 +1,10 @@
 "use strict";
 // Unpacks plotly.js, which travels compressed in the page, and draws the figures in the page's own colours.
 (async () => {
-  const figures = JSON.parse(document.getElementById("figures").textContent);
-  const plots = () => Object.keys(figures).map((id) => [document.getElementById(id), figures[id]]);
+  const plots = () => {
+    const figures = JSON.parse(document.getElementById("figures").textContent);
+    return Object.keys(figures).map((id) => [document.getElementById(id), figures[id]]);
+  };
 
   async function loadPlotly() {
     const packed = document.getElementById("plotly").textContent;
@@ -37,6 +39,7 @@
   try {
     await loadPlotly();
     draw();
+    document.addEventListener("segtrain:new-figures", draw);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
     document.documentElement.dataset.charts = "drawn";
   } catch (error) {
