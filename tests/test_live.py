@@ -256,4 +256,4 @@ def test_a_browser_puts_new_figures_in_place(run, monkeypatch, grows):
     assert "CONSOLE" not in done.stderr
     assert 'data-charts="drawn"' in done.stdout
     assert ("step 2<" in done.stdout, "step 1<" in done.stdout) == (grows, not grows)
-    assert done.stdout.count('class="main-svg"') >= 4
+    assert 'class="main-svg"' in done.stdout
