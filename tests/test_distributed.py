@@ -178,7 +178,9 @@ def test_resume_and_a_rank_without_validation_rows(folder: Path) -> None:
     assert len(tiny_run.lines(path.parent / "run")) == len(tiny_run.lines(one))
 
 
-@pytest.mark.parametrize(("lost", "how"), [(0, "killed"), (1, "killed"), (1, "interrupted twice")])
+@pytest.mark.parametrize(
+    ("lost", "how"), [(0, "killed"), pytest.param(1, "killed", marks=pytest.mark.slow), (1, "interrupted twice")]
+)
 def test_a_lost_rank_ends_the_other(folder: Path, sft_alone: Path, lost: int, how: str) -> None:
     path = recipe_file(folder, f"lost {lost} {how}", "sft", 1)
     ranks = start_ranks(["sft", str(path)], path.parent, slow="segtrain.run.updates:Updates._apply")

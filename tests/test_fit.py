@@ -28,6 +28,7 @@ def test_each_constant_is_fitted_and_each_fitted_one_is_used(fit: ModuleType) ->
     assert all(f"fitted.{name}" in code for name in fit.CONSTANTS)
 
 
+@pytest.mark.slow
 def test_the_committed_table_is_better_than_where_the_fit_starts(fit: ModuleType) -> None:
     kept = committed(fit)
     try:

@@ -81,7 +81,7 @@ def whole(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("stops", [(1,), (2, 5), (3, 4)])
+@pytest.mark.parametrize("stops", [(2, 5), *(pytest.param(stops, marks=pytest.mark.slow) for stops in ((1,), (3, 4)))])
 def test_resumed_equals_uninterrupted(folder: Path, whole: dict[str, Any], case: str, stops: tuple[int, ...]) -> None:
     recipe, loss = recipe_of(folder, case, f"{case} {stops}")
     for step in stops:
