@@ -71,7 +71,7 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="LoRA fine-tuning on MLX at long contexts and on small memory budgets, by segmented backward.",
+    help="LoRA and DoRA fine-tuning on MLX at long contexts and on small memory budgets, by segmented backward.",
     epilog=(
         "\b\nWhat to type next:\n  segtrain init                       a recipe to fill in\n"
         "  segtrain check recipe.yaml          what is learnt\n"
