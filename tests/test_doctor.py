@@ -302,3 +302,12 @@ def test_a_fatal_finding_ends_with_1(monkeypatch: pytest.MonkeyPatch, capsys: py
     out = capsys.readouterr().out
     assert "WRONG" in out
     assert "you can: install a newer mlx" in out
+
+
+def test_quadratic_memory_in_blocks_steers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no other form: said, not fatal, and fused attention stays where it is right."""
+    monkeypatch.setattr(checks, "is_linear", lambda small, large: False)
+    finding = checks.with_safe_form(checks.attention_is_linear, KIND, CPU)
+    assert (finding.right, finding.fatal, finding.can) == (False, False, checks.NEWER_MLX)
+    kept = readiness.keep(readiness.Subject(attention=(KIND,)), [finding], {})
+    assert (kept["wrong"], kept["choices"]) == ("", {})

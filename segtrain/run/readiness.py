@@ -117,7 +117,8 @@ def keep(subject: Subject, found: Sequence[Finding], kept: Mapping[str, Any]) ->
     """Note what was found beside what was `kept`, for later runs and the planner; nothing fatal: it is found again."""
     if any(finding.fatal for finding in found):
         return kept
-    wrong = next((f"{finding.name}: {finding.found}" for finding in found if not finding.right), kept.get("wrong", ""))
+    in_blocks = (f"{finding.name}: {finding.found}" for finding in found if finding.does == checks.IN_BLOCKS)
+    wrong = next(in_blocks, kept.get("wrong", ""))
     chosen = {**kept.get("choices", {}), **dict(f.choice.split("=") for f in found if f.choice)}
     content: dict[str, Any] = {
         "backend": dispatch.backend().name,
