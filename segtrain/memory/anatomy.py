@@ -89,12 +89,13 @@ def quantised(config: Mapping[str, Any], kind: int | str) -> tuple[dict[str, Any
 def read(subject: Subject, backend: str, config: Mapping[str, Any]) -> Model:
     """The shapes of a model as `backend` (cpu, cuda, metal) would run it."""
     seen = Seen()
-    with doors(seen, backend):
+    frozen = places([*subject.stack.layers, *subject.stack.ends])  # may not be in memory
+    nothing = [mx.broadcast_to(mx.zeros((), module[key].dtype), module[key].shape) for module, key in frozen]
+    mx.eval(nothing)
+    with doors(seen, backend), holding(frozen, nothing):
         reader = _Reader(subject, seen)
         layers = tuple(reader.layer(i) for i in range(len(subject.stack)))
-        ends = places(subject.stack.ends)  # may not be in memory
-        with holding(ends, [mx.broadcast_to(mx.zeros((), m[key].dtype), m[key].shape) for m, key in ends]):
-            logits = trace(lambda h: [subject.stack.logits(h)], mx.zeros((1, 2, reader.hidden), reader.dtype))
+        logits = trace(lambda h: [subject.stack.logits(h)], mx.zeros((1, 2, reader.hidden), reader.dtype))
     return Model(
         hidden=reader.hidden,
         vocabulary=subject.stack.logits(mx.zeros((1, 1, reader.hidden), reader.dtype)).shape[-1],
