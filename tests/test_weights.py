@@ -111,12 +111,18 @@ def relative(one: Step, other: Step) -> float:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", CASES)
 def test_every_family_with_its_ends_on_disk(name: str, tmp_path: Path) -> None:
-    """By blocks in memory and from disk the same bits; against the head as a whole, rounding."""
+    """By blocks in memory and from disk the same bits; against the head as a whole, rounding.
+
+    Baichuan M1's loader normalises the projection, so that no file holds it: it stays in memory, as a whole.
+    """
     path = tiny_configs.save(name, tmp_path / "model")
     whole = backward(path, stream=False).step(ROW)
-    held = backward(path, stream=False, execution=BLOCKS, head_chunk=8).step(ROW)
-    read = backward(path, stream=True, head_chunk=8).step(ROW)
+    engine = backward(path, stream=True, head_chunk=8)
+    read = engine.step(ROW)
+    in_blocks = engine.stack.vocabulary is not None  # type: ignore[attr-defined]
+    held = backward(path, stream=False, execution=BLOCKS if in_blocks else AS_IT_IS, head_chunk=8).step(ROW)
     assert same(held, read)
+    assert in_blocks or name != "llama"
     assert relative(read, whole) < 1e-5
     assert abs(read.loss.total.item() / whole.loss.total.item() - 1) < 1e-5
 
