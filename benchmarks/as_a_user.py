@@ -61,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "delta": case("qwen3.5-8-layers", 8192, mlx_lm=[], settings={
         "auto": {}, "lean": {"engine.memory_budget": "8.2GB"}}),
     "delta-lean": case("qwen3.5-8-layers", 8192, mlx_lm=[], settings={"10 GB": {"engine.memory_budget": "10GB"}}),
-    "short-8": case("llama-8b", (40, 300), rows=8, mlx_lm=[8], checkpoint=False, updates=24, settings={"auto": {}}),
+    "short-8": case("llama-8b", (40, 300), rows=8, mlx_lm=[8], checkpoint=False, updates=64, settings={"auto": {}}),
     "short-32": case("llama-8b", (40, 300), rows=32, mlx_lm=[32], checkpoint=False, updates=12, settings={
         "auto": {}, "22 GiB": {"engine.memory_budget": "23.6GB"}}),
     "gemma3": case("gemma3-12-layers", 8192, mlx_lm=[1], settings={
@@ -71,7 +71,12 @@ CASES: dict[str, dict[str, Any]] = {
     "orpo-shared": case("llama-8b", 8192, mlx_lm=[], command="orpo", answers=512, settings={"auto": {}}),
     "orpo-pair": case("llama-8b", 8192, mlx_lm=[], command="orpo", answers=512, settings={
         "auto": {"engine.prefix_sharing": "false"}}),
-    "short-8-4bit": case("llama-8b", (40, 300), bits=4, rows=8, mlx_lm=[8, 32], checkpoint=False, updates=16,
+    "dpo-shared": case("llama-8b", 8192, mlx_lm=[], command="dpo", answers=512, epochs=2, settings={
+        "pass": {"dpo.reference": "pass"}, "cached": {"dpo.reference": "cached"}}),
+    "delta-orpo-shared": case("qwen3.5-8-layers", 2048, mlx_lm=[], command="orpo", answers=128, settings={"auto": {}}),
+    "delta-orpo-pair": case("qwen3.5-8-layers", 2048, mlx_lm=[], command="orpo", answers=128, settings={
+        "auto": {"engine.prefix_sharing": "false"}}),
+    "short-8-4bit": case("llama-8b", (40, 300), bits=4, rows=8, mlx_lm=[8, 32], checkpoint=False, updates=48,
                          settings={"auto": {}}),
     "512-8": case("llama-8b", 512, rows=8, mlx_lm=[8], checkpoint=False, updates=12, settings={"auto": {}}),
     "delta-2048": case("qwen3.5-8-layers", 2048, mlx_lm=[1], settings={"auto": {}}, timeout=100),
@@ -83,15 +88,17 @@ SMALL: dict[str, dict[str, Any]] = {
     "tiny-4bit": case("tiny", 64, bits=4, mlx_lm=[1], dtype="float32", settings={"auto": {}}),
     "tiny-short": case("tiny", (10, 40), rows=8, mlx_lm=[8], checkpoint=False, dtype="float32", settings={"auto": {}}),
     "tiny-orpo": case("tiny", 128, mlx_lm=[], command="orpo", answers=32, dtype="float32", settings={"auto": {}}),
+    "tiny-dpo": case("tiny", 128, mlx_lm=[], command="dpo", answers=32, epochs=2, dtype="float32", settings={
+        "pass": {"dpo.reference": "pass"}, "cached": {"dpo.reference": "cached"}}),
     "tiny-delta": case("tiny-delta", 64, mlx_lm=[1], dtype="float32", settings={"auto": {}}),
 }  # fmt: skip
 UPDATES, TIMEOUT = 6, 170
 
 
 def rows_of(given: dict[str, Any]) -> list[dict[str, str]]:
-    """Text rows, or pairs whose prompt and answers add up to the tokens."""
-    count = given["rows"] * given.get("updates", UPDATES)
-    if given.get("command") != "orpo":
+    """Text rows, or pairs whose prompt and answers add up to the tokens; of `epochs`, the later half sees them again."""
+    count = given["rows"] * given.get("updates", UPDATES) // given.get("epochs", 1)
+    if given.get("command", SFT) == SFT:
         return [{"text": text} for text in user_models.texts(count, given["least"], given["most"])]
     answers = given["answers"]
     prompts = user_models.texts(count, given["most"] - 2 * answers - 8, given["most"] - 2 * answers - 8)
