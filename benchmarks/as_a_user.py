@@ -96,7 +96,7 @@ UPDATES, TIMEOUT = 6, 170
 
 
 def rows_of(given: dict[str, Any]) -> list[dict[str, str]]:
-    """Text rows, or pairs whose prompt and answers add up to the tokens; of `epochs`, the later half sees them again."""
+    """Text rows, or pairs whose prompt and answers add up to the tokens; later `epochs` see them again."""
     count = given["rows"] * given.get("updates", UPDATES) // given.get("epochs", 1)
     if given.get("command", SFT) == SFT:
         return [{"text": text} for text in user_models.texts(count, given["least"], given["most"])]
