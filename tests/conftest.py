@@ -3,6 +3,7 @@ directory of the tests' own, and property tests that draw the same examples ever
 may be busy)."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -18,3 +19,9 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 settings.register_profile("segtrain", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("segtrain")
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage pass over what was imported and collected until here, which no test frees."""
+    gc.collect()
+    gc.freeze()

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import tiny_run
 from mlx_lm.models import llama
+from processes import ended, start
 
 import segtrain
+from segtrain import cli
 from segtrain.event import Event, RunEnded, RunStarted, Saved, TrainStep
 from segtrain.memory.meter import Meter
 from segtrain.run.updates import Updates
@@ -46,8 +48,7 @@ def whole(folder: Path) -> object:
 def by_command(folder: Path, name: str, loss: str = "sft") -> object:
     file = folder / f"{name}.yaml"
     file.write_text(recipe(folder, name, loss).to_yaml(()))
-    done = tiny_run.cli(loss, file)
-    assert done.returncode == 0, done.stderr
+    assert ended(start([loss, str(file)], log := file.with_suffix(".log"))) == 0, log.read_text()
     return tiny_run.result(folder / name)
 
 
@@ -101,8 +102,9 @@ def test_two_runs_in_one_process_leave_the_bytes_of_two_processes(folder: Path, 
 
 @pytest.mark.parametrize("call", ["train", "evaluate", "plan", "check", "close", "fail"])
 def test_the_process_is_as_it_was_before(folder: Path, call: str, whole: object) -> None:
+    answers = {"prompts": ["w1 w2"], "max_tokens": 5}
     calls: dict[str, Callable[[], Any]] = {
-        "train": lambda: segtrain.train(recipe(folder, "state", eval__prompts=["w1 w2"]), overwrite=True),
+        "train": lambda: segtrain.train(recipe(folder, "state", eval=answers), overwrite=True),
         "evaluate": lambda: segtrain.evaluate(folder / "whole", data=ROWS, base=True),
         "plan": lambda: segtrain.plan(recipe(folder, "state"), measure=True),
         "check": lambda: segtrain.check(recipe(folder, "state")),
@@ -279,7 +281,8 @@ def test_rows_of_a_program_train_as_a_files_rows_do(folder: Path, whole: object)
     until(segtrain.events(made), TrainStep, 3)
     assert segtrain.check(made).counts["rows"] == 12
     until(segtrain.events(made, resume=True), TrainStep, 5)
-    assert tiny_run.cli("sft", segtrain.Run(folder / "rows").recipe_file, "--resume").returncode == 0
+    resumed = ["sft", str(segtrain.Run(folder / "rows").recipe_file), "--resume"]
+    assert ended(start(resumed, folder / "rows.log")) == 0
     assert tiny_run.result(folder / "rows")[:2] == whole[:2]  # type: ignore[index]
     other = recipe(folder, "rows", data__train=parts["train"][:-1], train__steps=8)
     with pytest.raises(segtrain.UserError, match=r"data\.train"):
@@ -362,13 +365,19 @@ def test_objectives_that_are_none(folder: Path) -> None:
         segtrain.train(recipe(folder, "none"), "ppo")  # type: ignore[arg-type]
 
 
-def test_plan_check_and_evaluate_give_what_the_commands_print(folder: Path, whole: object) -> None:
+def test_plan_check_and_evaluate_give_what_the_commands_print(
+    folder: Path, whole: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed_by(*words: object) -> Any:
+        assert cli.run([*map(str, words), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
     file = folder / "whole.yaml"
     made = segtrain.Recipe.from_yaml(file)
-    printed = json.loads(tiny_run.cli("check", file, "--json").stdout)
+    printed = printed_by("check", file)
     assert json.loads(json.dumps(segtrain.check(made, rows=1).as_json())) == printed
     test = str(folder / "sft-valid.jsonl")
-    printed = json.loads(tiny_run.cli("eval", folder / "whole", "--data", test, "--json").stdout)
+    printed = printed_by("eval", folder / "whole", "--data", test)
     assert json.loads(json.dumps(segtrain.evaluate(folder / "whole", data=test).as_json())) == printed
     rows = [json.loads(line) for line in lines_of(folder, "valid")]
     assert segtrain.evaluate(segtrain.Run(folder / "whole"), data=rows).models == printed["models"]

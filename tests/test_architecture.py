@@ -10,6 +10,7 @@ import graphlib
 import subprocess
 import sys
 from collections.abc import Mapping, Set
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,7 +87,8 @@ def room(module: str) -> str:
     return module.split(".")[0]
 
 
-def imports(source: str) -> set[str]:
+@cache
+def imports(source: str) -> Set[str]:
     """Every imported name in full, wherever it stands: `from a.b import c` is `a.b.c`, `import a.b` is `a.b`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):

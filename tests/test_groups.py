@@ -79,9 +79,11 @@ def test_rows_of_each_kind_of_model(name: str, kind: str):
     check(backward(name, kind, objectives.sft), sft_rows())
 
 
+OTHERS = ["gemma3_text", "gemma3n", "qwen3_moe"]
 ONE_AFTER_THE_OTHER = [
     *product(["llama"], ["segmented", "segmented, compiled", "full", "full, compiled", "segmented, chunks"]),
-    *product(["gemma3_text", "gemma3n", "qwen3_moe"], ["segmented", "full"]),
+    *product(OTHERS, ["segmented"]),
+    *(pytest.param(name, "full", marks=pytest.mark.slow) for name in OTHERS),  # mlx-lm's own attention sees no groups
 ]
 
 

@@ -238,7 +238,8 @@ def test_layouts_segments_and_full_backward_agree(name: str) -> None:
     lora, stack = tiny.attach(model), LayerStack(model)
     objective = CASES[name][0]
     truth = FullBackward(stack, lora, objective).step(pair(*PAIR))
-    engines = [tiny.segmented(stack, lora, objective, segment_size=size) for size in range(1, len(stack) + 1)]
+    sizes = range(1, len(stack) + 1) if name == "dpo" else (2,)  # cuts don't depend on the loss
+    engines = [tiny.segmented(stack, lora, objective, segment_size=size) for size in sizes]
     for engine in (*engines, FullBackward(stack, lora, objective)):
         for layout in (pair(*PAIR, score_prompt=False), shared_prefix(*PAIR, score_prompt=False)):
             step = engine.step(layout)

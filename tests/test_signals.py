@@ -228,7 +228,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's handlers in /proc")
-@pytest.mark.parametrize("moments", [pytest.param(8, id="8"), pytest.param(60, id="60", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [pytest.param(5, id="5"), pytest.param(60, id="60", marks=pytest.mark.slow)])
 def test_a_signal_while_the_program_starts(folder: Path, moments: int) -> None:
     """At moments over the first seconds from the program's first line on, most of them in an import."""
     path = recipe_file(folder, f"starting {moments}")
@@ -241,7 +241,7 @@ def test_a_signal_while_the_program_starts(folder: Path, moments: int) -> None:
         process.send_signal(signal.SIGTERM if moment % 2 else signal.SIGINT)
         assert process.wait(60) == 130, (moment, log.read_text())
         assert "Traceback" not in log.read_text()
-        assert "segtrain: " in log.read_text()
+        assert "segtrain: " in log.read_text(), (moment, log.read_text())
 
 
 def test_the_terminal_gets_its_cursor_back(folder: Path) -> None:

@@ -4,12 +4,13 @@ It is done once for each machine, mlx version and model shape; what is found is 
 fast form is wrong and there is a safe one (attention in blocks), that one is taken from then on, by the planner too.
 """
 
+import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -43,12 +44,18 @@ class Subject:
     @classmethod
     def of(cls, config: Mapping[str, Any], quantised: Iterable[Quantisation]) -> "Subject":
         """Of a model with this `config.json`. Raises UserError where a key that it needs is missing or absurd."""
-        shape = anatomy.of_config(config, dispatch.backend().name)
+        shape = _shape(json.dumps(config, sort_keys=True), dispatch.backend().name)
         dtype = mx.float32 if shape.dtype_bytes == 4 else mx.bfloat16
         kinds = {_kind(attention, dtype) for layer in shape.layers for attention in layer.attention}
         rules = {scan.rule for layer in shape.layers for scan in layer.scans}
         recurrences = tuple(name for name in checks.RECURRENCES if name in rules)
         return cls(tuple(sorted(kinds, key=str)), tuple(sorted(quantised)), recurrences, dtype)
+
+
+@lru_cache(maxsize=8)
+def _shape(config: str, backend: str) -> shapes.Model:
+    """Once in a process that runs a model several times: to read it takes a tenth of a second."""
+    return anatomy.of_config(json.loads(config), backend)
 
 
 def _kind(attention: shapes.Attention, dtype: mx.Dtype) -> AttentionKind:
