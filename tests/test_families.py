@@ -1,8 +1,8 @@
 """Every model file of mlx-lm: segmented gradients against mlx-lm's own model under plain `value_and_grad`.
 
-The fast set has one of each kind and all recurrent ones; the whole matrix is marked slow. The expected values come from
-the model as mlx-lm runs it (its caches, masks, attention and positions), differentiated as a whole; nothing of
-segtrain's but LoRA layers.
+By day each kind of model runs, and the gradients of all recurrent ones; the whole matrix is marked slow. The expected
+values come from the model as mlx-lm runs it (its caches, masks, attention and positions), differentiated as a whole;
+nothing of segtrain's but LoRA layers.
 """
 
 import json
@@ -59,11 +59,12 @@ FAST = {
 }
 BY_LENGTH = ("internlm2/dynamic", "internlm3/dynamic")
 RECURRENT = [n for n in tiny_configs.CONFIGS if n.split("/")[0] in RESTARTS and n != "gear"]
+SCANS = {"kimi_linear", "mamba2", "nemotron_h", "olmo_hybrid", "recurrent_gemma", "rwkv7"}  # beside those of FAST
 SHARING = [n for n in tiny_configs.CONFIGS if support.shares_prefix(n.split("/")[0]) and n not in BY_LENGTH]
 
 
 def fast_and_slow(names: list[str]) -> list:
-    return [pytest.param(name, marks=() if name in FAST or name in RECURRENT else pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=() if name in FAST | SCANS else pytest.mark.slow) for name in names]
 
 
 ALL = fast_and_slow(list(tiny_configs.CONFIGS))
@@ -147,13 +148,14 @@ def pair_step(name: str) -> Step:
 
 
 def shapes_and_sizes() -> Iterator:
-    """All of three kinds of recurrence; of the others two streams at size 2 and one at size 1."""
+    """By day all of three kinds of recurrence; of the others two streams at size 2 and one at size 1."""
     for name, size, shape in product(RECURRENT, (1, 2, 99), (pair, shared_prefix)):
-        quick = name in ("qwen3_5", "mamba2", "lfm2") or (size, shape) in ((2, pair), (1, shared_prefix))
+        other = name in FAST | SCANS and (size, shape) in ((2, pair), (1, shared_prefix))
+        quick = name in ("qwen3_5", "mamba2", "lfm2") or other
         yield pytest.param(name, size, shape, marks=() if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("name", "size", "shape"), shapes_and_sizes())
+@pytest.mark.parametrize(("name", "size", "shape"), list(shapes_and_sizes()))
 def test_recurrent_layers_at_every_segment_size(name: str, size: int, shape: Callable[..., Layout]):
     expected, step = pair_step(name), family(name).step(preference(shape), objectives.orpo(), size)
     assert step.loss.total.item() == pytest.approx(expected.loss.total.item(), rel=LOSS)

@@ -1,7 +1,7 @@
 """`train.patience` ends a run by its evaluations, and `output.final` says which adapter it leaves."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("patience")
 
 
-@pytest.fixture(autouse=True)
-def _evaluations_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _evaluations_of_the_table() -> Iterator[None]:
     inner = Validation.__call__
 
     def call(self: Validation, state: RunState, stop: Callable[[], bool]) -> Evaluated | None:
@@ -35,7 +35,9 @@ def _evaluations_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         self._totals = lambda stop: found  # type: ignore[method-assign, assignment, return-value]
         return inner(self, state, stop)
 
-    monkeypatch.setattr(Validation, "__call__", call)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Validation, "__call__", call)
+        yield
 
 
 def recipe(folder: Path, name: str, **changes: Any) -> Recipe:
@@ -84,8 +86,14 @@ def test_patience_at_the_last_step_is_the_ordinary_end(folder: Path) -> None:
     assert "ends early" not in notices(events)
 
 
+@pytest.fixture(scope="module")
+def unstopped(folder: Path, _evaluations_of_the_table: None) -> Any:
+    trained(recipe(folder, "unstopped"))
+    return tiny_run.result(folder / "unstopped")[:2]
+
+
 @pytest.mark.parametrize("stops", [(4,), (6,), (5, 7), (8,)])
-def test_stopped_and_resumed_it_ends_at_the_same_step(folder: Path, stops: tuple[int, ...]) -> None:
+def test_stopped_and_resumed_it_ends_at_the_same_step(folder: Path, unstopped: Any, stops: tuple[int, ...]) -> None:
     name = f"stopped {stops}"
     for step in stops:
         events = Trainer(recipe(folder, name), resume=step != stops[0]).events()
@@ -94,8 +102,7 @@ def test_stopped_and_resumed_it_ends_at_the_same_step(folder: Path, stops: tuple
                 break
         events.close()
     trained(recipe(folder, name), resume=True)
-    trained(recipe(folder, f"unstopped {stops}"))
-    assert tiny_run.result(folder / name)[:2] == tiny_run.result(folder / f"unstopped {stops}")[:2]
+    assert tiny_run.result(folder / name)[:2] == unstopped
 
 
 def test_a_run_that_ended_early_stays_ended_until_its_patience_is_raised(folder: Path) -> None:

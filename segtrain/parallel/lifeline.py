@@ -54,15 +54,17 @@ class Lifeline:
 
     def _watch(self) -> None:
         open_ = dict(self.peers)
-        woken = time.monotonic()
+        woken = due = time.monotonic()
         while open_ and not self._leaving.is_set():
-            readable, _, _ = select.select(list(open_.values()), [], [], BEAT / 2)
+            readable, _, _ = select.select(list(open_.values()), [], [], max(0.0, due - time.monotonic()))
             now = time.monotonic()
+            beats = now >= due  # a sign of life is not answered at once, or two ranks would do nothing else
+            due = now + BEAT / 2 if beats else due
             if now - woken > SILENCE / 2:  # this process itself was stopped for a while: the silence was its own
                 self._heard = dict.fromkeys(self.peers, now)
             woken = now
             for rank, peer in list(open_.items()):
-                reason = self._reason(rank, peer, peer in readable, now)
+                reason = self._reason(rank, peer, peer in readable, beats, now)
                 if reason == "left":
                     del open_[rank]
                 elif reason:
@@ -70,7 +72,7 @@ class Lifeline:
                         self.on_loss(f"rank {rank} {reason}, so this rank ends too")
                     return
 
-    def _reason(self, rank: int, peer: socket.socket, readable: bool, now: float) -> str:
+    def _reason(self, rank: int, peer: socket.socket, readable: bool, beats: bool, now: float) -> str:
         """ "left" for an orderly end, what happened for a loss, else nothing."""
         try:
             if readable:
@@ -80,7 +82,8 @@ class Lifeline:
                     return "left"
                 if not data:
                     return "is gone"
-            peer.send(ALIVE, socket.MSG_DONTWAIT)
+            if beats:
+                peer.send(ALIVE, socket.MSG_DONTWAIT)
         except BlockingIOError:
             pass
         except OSError:
