@@ -1,4 +1,4 @@
-"""Every `segtrain` command that stands in a block of a page runs, on the demo model, in a directory like a user's.
+"""Every `segtrain` command in a block of a page runs, on a shallow demo model, in a directory like a user's.
 
 A hub's model becomes the demo model, training is one update, and what would take minutes has tests of its own.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny_run
 import yaml
 
 from segtrain import cli
@@ -60,7 +61,7 @@ def first_row(name: str) -> str:
 
 def write_inputs(home: Path) -> None:
     """What a user would have: recipes, also of mlx-lm's keys, and rows."""
-    (home / "examples").symlink_to(ROOT / "examples")
+    tiny_run.examples(home / "examples")
     texts = {f"configs/{path.name}": recipe(path) for path in (ROOT / "configs").glob("*.yaml")}
     texts |= {f"data/{part}.jsonl": first_row(name) for part, name in (("train", "chat"), ("valid", "chat-valid"))}
     texts |= {f"pairs/{part}.jsonl": first_row("preferences") for part in ("train", "valid")}

@@ -86,7 +86,7 @@ def wait_for_a_random_moment(run: Path, process: BaseProcess, draw: random.Rando
 @pytest.mark.parametrize(
     ("loss", "kills", "weights"),
     [
-        ("sft", 3, "auto"),
+        ("sft", 2, "auto"),
         ("orpo", 2, "auto"),
         ("sft", 1, "streamed"),
         pytest.param("sft", 20, "auto", marks=pytest.mark.slow),

@@ -145,11 +145,11 @@ def fuzz_data(folder: Path, cases: int) -> None:
 
 
 def test_recipes(folder: Path) -> None:
-    fuzz_recipes(folder, 600)
+    fuzz_recipes(folder, 300)
 
 
 def test_data(folder: Path) -> None:
-    fuzz_data(folder, 400)
+    fuzz_data(folder, 200)
 
 
 @pytest.mark.slow

@@ -285,7 +285,8 @@ def test_no_step_and_no_evaluation_does(metal: Metal, family: str, changes: dict
     model = tiny.build(family, num_hidden_layers=3, **changes)
     lora = tiny.attach(model)
     stack = LayerStack(model)
-    for layout in [padded(row, dispatch.align()) for row in layouts(stack.shares_prefix)]:
+    rows = layouts(stack.shares_prefix)
+    for layout in [padded(row, dispatch.align()) for row in (rows if family == "llama" else rows[1::3])]:
         loss = objectives.sft if len(layout.spans) == 1 else objectives.orpo(0.1, "response")
         for backward in (SegmentedBackward(stack, lora, loss), FullBackward(stack, lora, loss)):
             backward.step(layout)

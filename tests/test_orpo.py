@@ -7,6 +7,7 @@ norms of the spans' contributions.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -124,7 +125,7 @@ def check_layouts(name: str, P: int, Rc: int, Rr: int, size: int) -> None:
 LENGTHS = st.one_of(st.sampled_from([1, 2, 127, 128, 129]), st.integers(1, 40))
 
 
-@settings(max_examples=3)
+@settings(max_examples=1)
 @given(LENGTHS, LENGTHS, LENGTHS, st.integers(1, 3))
 @example(1, 1, 1, 1)
 @example(127, 1, 129, 2)
@@ -135,10 +136,10 @@ def test_shared_prefix_equals_pair_equals_full(P: int, Rc: int, Rr: int, size: i
     check_layouts("default rope", P, Rc, Rr, size)
 
 
-# Prompts longer than each window and than what a rope was made for; other lengths by day only where there is a window.
+# Prompts longer than each window and than what a rope was made for; other lengths by day only on one.
 LONG_PROMPT = (70, 5, 9)
 ROPES_AND_WINDOWS = [
-    pytest.param(name, lengths, marks=() if lengths == LONG_PROMPT or "window" in name else pytest.mark.slow)
+    pytest.param(name, lengths, marks=() if lengths == LONG_PROMPT or "gemma4" in name else pytest.mark.slow)
     for name in sorted({*MODELS} - {"default rope"})
     for lengths in ((1, 1, 1), LONG_PROMPT, (6, 30, 17))
 ]
@@ -156,15 +157,20 @@ def test_shared_prefix_over_all_models(name: str, P: int, Rc: int, Rr: int, size
     check_layouts(name, P, Rc, Rr, size)
 
 
+@cache
+def reference(name: str, build: Callable) -> tuple[Layout, Step, dict[str, float]]:
+    layout = build(*parts(11, 4, 7))
+    return layout, full(name, layout), contributions(name, layout)
+
+
 @pytest.mark.parametrize(
     "engine", [{"keep": 2}, {"leanest": True}, {"keep": 1, "leanest": True, "lookahead": 1}], ids=str
 )
 @pytest.mark.parametrize("build", [pair, shared_prefix])
 @pytest.mark.parametrize("name", ["default rope", "window, shared K/V (gemma4)"])
 def test_engine_options(name: str, build: Callable, engine: dict):
-    layout = build(*parts(11, 4, 7))
-    expected = full(name, layout)
-    assert error(expected, segmented(name, layout, **engine), contributions(name, layout)) < TOLERANCE
+    layout, expected, sizes = reference(name, build)
+    assert error(expected, segmented(name, layout, **engine), sizes) < TOLERANCE
 
 
 @pytest.mark.parametrize("build", [pair, shared_prefix])

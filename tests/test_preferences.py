@@ -6,6 +6,7 @@ The formulas are written out in double precision, on sums and counts of log-prob
 import ast
 import math
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -21,6 +22,7 @@ import segtrain
 from segtrain.engine.backward import FullBackward
 from segtrain.engine.layouts import CHOSEN, REJECTED, pair, shared_prefix
 from segtrain.engine.objectives import OBJECTIVES, REWARDS, Objective, Scores, cpo, dpo, orpo, simpo, value_and_grad
+from segtrain.lora.layers import Lora
 from segtrain.models.stack import LayerStack
 from segtrain.recipe import schema
 
@@ -232,10 +234,15 @@ IDS = tiny.tokens(17)
 PAIR = IDS[:6], IDS[6:11], IDS[11:17]
 
 
+@cache
+def llama() -> tuple[LayerStack, Lora]:
+    model = tiny.build("llama")
+    return LayerStack(model), tiny.attach(model)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_layouts_segments_and_full_backward_agree(name: str) -> None:
-    model = tiny.build("llama")
-    lora, stack = tiny.attach(model), LayerStack(model)
+    stack, lora = llama()
     objective = CASES[name][0]
     truth = FullBackward(stack, lora, objective).step(pair(*PAIR))
     sizes = range(1, len(stack) + 1) if name == "dpo" else (2,)  # cuts don't depend on the loss

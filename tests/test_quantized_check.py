@@ -27,11 +27,11 @@ def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[mx.array, mx.arra
     [
         (64, 4, "affine"),
         (32, 4, "affine"),
-        (64, 8, "affine"),
+        pytest.param((64, 8, "affine"), marks=pytest.mark.slow),
         (64, 3, "affine"),
         (32, 4, "mxfp4"),
         (16, 4, "nvfp4"),
-        (32, 8, "mxfp8"),
+        pytest.param((32, 8, "mxfp8"), marks=pytest.mark.slow),
     ],
 )
 def test_this_machine_is_right(kind: tuple[int, int, str]) -> None:
