@@ -178,19 +178,22 @@ KILLED = """
 import os, sys
 from segtrain.recipe.schema import Recipe
 from segtrain.storage.run_directory import RunDirectory
-calls, stop = 0, int(sys.argv[2])
-def counted(event, _):
-    global calls
+calls = []
+def replace(path, stop):
+    with RunDirectory(path, overwrite=True) as run:
+        sys.addaudithook(lambda *event: counted(stop, *event))
+        run.write_recipe(Recipe.from_mapping({"model": "new/model", "data": {"train": "train.jsonl"}}))
+        run.append_metrics({"step": "new"})
+        return len(calls)
+def counted(stop, event, _):
     if event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate") or event == "open" and _[2] & 3:
-        calls += 1
-        if calls == stop:
+        calls.append(event)
+        if len(calls) == stop:
             os._exit(9)
-with RunDirectory(sys.argv[1], overwrite=True) as run:
-    sys.addaudithook(counted)
-    run.write_recipe(Recipe.from_mapping({"model": "new/model", "data": {"train": "train.jsonl"}}))
-    run.append_metrics({"step": "new"})
-    if stop == 0:
-        print(calls)
+for line in sys.stdin:  # a fork each, with what is imported here
+    stop, path = line.rstrip("\\n").split(" ", 1)
+    child = os.fork() or os._exit(100 + replace(path, int(stop)))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
@@ -199,21 +202,26 @@ def test_a_kill_at_any_moment_of_a_replacement_leaves_the_old_run_or_the_new(tmp
     (tmp_path / "killed.py").write_text(KILLED)
     command = [sys.executable, str(tmp_path / "killed.py")]
     old = tree(finished_run(tmp_path / "old"))
-    count = int(
-        subprocess.run([*command, str(tmp_path / "old"), "0"], capture_output=True, text=True, check=True).stdout
-    )
-    assert count >= 8
-    seen = set()
-    for moment in range(1, count + 1):
-        path = finished_run(tmp_path / f"run-{moment}")
-        assert subprocess.run([*command, str(path), str(moment)], check=False).returncode == 9
-        with RunDirectory(path, resume=True):
-            pass
-        found = tree(path)
-        new = "new/model" in (path / "recipe.yaml").read_text()
-        assert not new or found in (["recipe.yaml"], ["metrics.jsonl", "recipe.yaml"]), moment
-        assert new or found == old, moment
-        seen.add(new)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def replaced(path: Path, stop: int) -> int:
+            process.stdin.write(f"{stop} {path}\n")  # type: ignore[union-attr]
+            process.stdin.flush()  # type: ignore[union-attr]
+            return int(process.stdout.readline())  # type: ignore[union-attr]
+
+        count = replaced(tmp_path / "old", 0) - 100
+        assert count >= 8
+        seen = set()
+        for moment in range(1, count + 1):
+            path = finished_run(tmp_path / f"run-{moment}")
+            assert replaced(path, moment) == 9
+            with RunDirectory(path, resume=True):
+                pass
+            found = tree(path)
+            new = "new/model" in (path / "recipe.yaml").read_text()
+            assert not new or found in (["recipe.yaml"], ["metrics.jsonl", "recipe.yaml"]), moment
+            assert new or found == old, moment
+            seen.add(new)
     assert seen == {False, True}
 
 
