@@ -24,14 +24,14 @@ $(STAMP): pyproject.toml $(LOCK)
 	@touch $@
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow" -n 2
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 # Is what segtrain relies on right on this machine?
 doctor: setup
 	$(BIN)/segtrain doctor
 
 nightly: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Needs torch, which is large, and for the screenshot a Chromium on the path.
 optional: setup
