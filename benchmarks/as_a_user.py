@@ -72,7 +72,8 @@ CASES: dict[str, dict[str, Any]] = {
     "orpo-pair": case("llama-8b", 8192, mlx_lm=[], command="orpo", answers=512, settings={
         "auto": {"engine.prefix_sharing": "false"}}),
     "dpo-shared": case("llama-8b", 8192, mlx_lm=[], command="dpo", answers=512, epochs=2, settings={
-        "pass": {"dpo.reference": "pass"}, "cached": {"dpo.reference": "cached"}}),
+        "pass": {"dpo.reference": "pass", "engine.memory_budget": "40GB"},
+        "cached": {"dpo.reference": "cached", "engine.memory_budget": "40GB"}}),
     "delta-orpo-shared": case("qwen3.5-8-layers", 2048, mlx_lm=[], command="orpo", answers=128, settings={"auto": {}}),
     "delta-orpo-pair": case("qwen3.5-8-layers", 2048, mlx_lm=[], command="orpo", answers=128, settings={
         "auto": {"engine.prefix_sharing": "false"}}),

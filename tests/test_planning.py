@@ -87,6 +87,16 @@ def test_a_pairs_plan_counts_its_own_prompt() -> None:
     assert peaks[0] < peaks[1]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("objective", "spans"), [(objectives.orpo(), 3), (objectives.dpo(), 2)])
+def test_a_pairs_plan_scores_its_prompt_where_the_objective_does(
+    shared: bool, objective: objectives.Objective, spans: int
+) -> None:
+    mine = planner()
+    mine.session.objective, mine.session.shares_prefix = objective, shared
+    assert sum(map(len, mine._row(1900).scored)) == spans
+
+
 @pytest.mark.parametrize("above", [100 << 20, 10 << 30])
 def test_a_tight_plans_limit_leaves_room_for_what_is_allocated_on_top(
     monkeypatch: pytest.MonkeyPatch, above: int

@@ -22,7 +22,7 @@ from segtrain.engine import objectives, vocabulary
 from segtrain.engine.backward import SegmentedBackward, Step
 from segtrain.engine.layouts import Layout, pair, single
 from segtrain.errors import RunFailed, UserError
-from segtrain.event import Event, Notice, Sampled, TrainStep
+from segtrain.event import Event, Notice, PlanChosen, Sampled, TrainStep
 from segtrain.lora.layers import attach
 from segtrain.memory import anatomy, choices
 from segtrain.memory.backends import BACKENDS
@@ -464,6 +464,21 @@ def test_an_update_of_many_rows_reads_the_model_twice(loss: str, folder: Path, m
         made.append(adapter(folder, f"{loss}-{name}"))
     assert made[0] == made[1] == made[2]
     assert seen == [4] * 2 + [2] * 4 + [1] * 8
+
+
+def test_the_announced_plan_is_that_of_the_rows_that_are_joined(folder: Path) -> None:
+    """Where all rows of an update go through a segment before the next one, all of them are held."""
+    peaks, data = {}, tiny_run.completions(folder / "long.jsonl", rows=4, longest=900)
+    for rows in (1, 4):
+        path = tiny_run.recipe_file(
+            folder, output__dir=str(folder / f"joined-{rows}"), engine__weights="streamed", engine__rows_together=1,
+            train__grad_accumulation_steps=rows, train__steps=1, data__train=str(data), data__max_seq_length=1024,
+        )  # fmt: skip
+        events = Trainer(load_recipe(path), "sft").events()
+        (plan,) = [event.plan for event in events if isinstance(event, PlanChosen)]
+        assert plan["rows_together"] == rows
+        peaks[rows] = plan["peak_gib"]
+    assert peaks[4] > 1.05 * peaks[1]
 
 
 JOINED = Planner.joined

@@ -84,13 +84,16 @@ def remedies(chooser: Chooser) -> list[str]:
     return found
 
 
-def row_of(length: int, *, preference: bool, shared: bool, prompt_share: float = PROMPT_SHARE) -> RowShape:
-    """A row of `length` tokens (preference: prompt and one response together)."""
+def row_of(
+    length: int, *, preference: bool, shared: bool, prompt_share: float = PROMPT_SHARE, score_prompt: bool = True
+) -> RowShape:
+    """A row of `length` tokens (preference: prompt and one response together; `score_prompt`: as the objective has
+    it)."""
     if not preference:
         return rows.sft(length)
     prompt = max(1, min(length - 1, round(prompt_share * length)))
     build = rows.shared if shared else rows.pair
-    return build(prompt, length - prompt, length - prompt)
+    return build(prompt, length - prompt, length - prompt, score_prompt=score_prompt)
 
 
 def aligned(row: RowShape, backend: Backend) -> RowShape:

@@ -6,7 +6,7 @@ again from that place whenever the layer runs. Between two uses the layer holds 
 dtype but no memory.
 
 While one range runs, threads read the next one that `expect` announced. So two ranges are in memory at a time, and one
-more for each that runs ahead. Reads go straight into the arrays' memory: nothing is copied.
+more for each that runs ahead. Reads go straight into the arrays' memory (`models.room`): nothing is copied.
 
 Outside the layers the large arrays are those of the ends (`models.ends`): of token embeddings the rows that a stream
 looks up are read, and of the vocabulary's projection a block of rows at a time.
@@ -30,6 +30,7 @@ from segtrain.engine.segments import Bounds
 from segtrain.errors import RunFailed, UserError
 from segtrain.models.alike import Place, places
 from segtrain.models.ends import SMALL, Block, ends_of
+from segtrain.models.room import mover, unwritten
 
 THREADS = 4  # read at a time: what it takes to reach the speed of a fast disk
 PIECE = 16 << 20  # bytes that one thread reads at a time
@@ -127,12 +128,11 @@ class _Reading:
 
     unit: Unit
     arrays: list[mx.array]
-    begun: Future[list[Future[None]]]
+    read: Future[None]
 
     def done(self) -> list[mx.array]:
         """The arrays, once they are read. Raises RunFailed where they can't be."""
-        for piece in self.begun.result():
-            piece.result()
+        self.read.result()
         return self.arrays
 
 
@@ -243,7 +243,7 @@ class Streamed:
         parts = self._parts_of(wanted)
         arrays = self._set_aside(parts)
         self.bytes_read += sum(part.tensor.bytes for part in parts)
-        return _Reading(wanted, arrays, self._starter.submit(self._begin, arrays, parts))
+        return _Reading(wanted, arrays, self._starter.submit(self._fill, arrays, parts))
 
     def _parts_of(self, unit: Unit) -> list[Part]:
         if isinstance(unit, Block):
@@ -253,19 +253,25 @@ class Streamed:
 
     def _set_aside(self, parts: Sequence[Part]) -> list[mx.array]:
         """Arrays for `parts`, whose memory is being set aside."""
-        with mx.stream(self._stream):
-            arrays = [mx.zeros(part.shape, part.dtype) for part in parts]
-            mx.async_eval(arrays)
+        arrays = [unwritten(part.shape, part.dtype, self._stream) for part in parts]
+        mx.async_eval(arrays)
         return arrays
 
-    def _begin(self, arrays: Sequence[mx.array], parts: Sequence[Part]) -> list[Future[None]]:
-        """Have `parts` read, once there is memory for them: in a thread of its own, as that may take a while."""
-        return [
+    def _fill(self, arrays: Sequence[mx.array], parts: Sequence[Part]) -> None:
+        """Read `parts` once there is memory for them: in a thread of its own, as that may take a while."""
+        views = [_bytes_of(array) for array in arrays]
+        move = mover()
+        if move:
+            move(views, False)
+        pieces = [
             self._readers.submit(_fill, view[at : at + PIECE], part.tensor.file, part.tensor.offset + at)
-            for array, part in zip(arrays, parts, strict=True)
-            for view in [_bytes_of(array)]
+            for view, part in zip(views, parts, strict=True)
             for at in range(0, part.tensor.bytes, PIECE)
         ]
+        for piece in pieces:
+            piece.result()
+        if move:
+            move(views, True)
 
 
 def _part(place: Place, found: dict[Key, Tensor]) -> Part:

@@ -38,7 +38,7 @@ from segtrain.recurrence.triangular import triangle, unit_lower_inverse
 
 SIZES = {
     "cpu": Sizes(chunk=16, group_bytes=1 << 18),
-    "cuda": Sizes(chunk=128, group_bytes=18 << 20),
+    "cuda": Sizes(chunk=128, group_bytes=27 << 20),
     "metal": Sizes(chunk=32, group_bytes=8 << 20),
 }
 """CPU's and CUDA's were measured (`benchmarks/recurrences.py`).

@@ -148,9 +148,11 @@ class Planner:
         if counts.get("prompt_share"):
             self.prompt_share = min(0.99, counts["prompt_share"])
         together = self._together(length)
-        option = self._option(self._group(together, length))
+        group = self._group(together, length)
+        joined, option = self._joined(group, -(-self.session.recipe.train.grad_accumulation_steps // together))
+        option = option or self._option(group)
         self._hold(option.plan)
-        about = {"row_tokens": length, "rows_together": together}
+        about = {"row_tokens": length, "rows_together": together * joined}
         yield PlanChosen({**option.plan.as_json(), "budget_gib": round(self.budget / GIB, 4), **about})
         if self.session.why_alone and self.session.recipe.engine.rows_together != 1:
             yield Notice(f"rows run one at a time: {self.session.why_alone}")
@@ -222,6 +224,16 @@ class Planner:
             return None
         running: Any = self._running(in_short_kernels(found, row, self.backend).plan, row, layouts)
         return running  # never full backward: it doesn't stream
+
+    def _joined(self, group: RowShape, passes: int) -> tuple[int, Option | None]:
+        """Where weights are streamed: how many of an update's passes, all like this one, go through a segment before
+        the next one is read, and by which plan."""
+        while self.session.loaded.weights is not None and passes > 1:
+            found = self.chooser.fastest(rows.joined([group] * passes), self.budget)
+            if found is not None:
+                return passes, found
+            passes = -(-passes // 2)
+        return 1, None
 
     def _running(self, plan: Plan, row: RowShape, layouts: Sequence[Layout]) -> Backward:
         self._hold(plan)
@@ -344,6 +356,7 @@ class Planner:
             preference=self.session.objective.pairs,
             shared=self.session.shares_prefix,
             prompt_share=self.prompt_share,
+            score_prompt=self.session.objective.scores_prompt,
         )
         return choices.aligned(row, self.backend)
 
