@@ -27,7 +27,8 @@ def unwritten(shape: Sequence[int], dtype: mx.Dtype, stream: mx.Stream) -> mx.ar
     """An array on `stream`, a stream of the CPU, whose values are whatever its memory holds once it is evaluated."""
     size = prod(shape) * dtype.size
     with mx.stream(stream):
-        found: Any = mx.load(_Nothing(size), format="safetensors", stream=stream)
+        nothing: Any = _Nothing(size)
+        found: Any = mx.load(nothing, format="safetensors", stream=stream)
         return found["bytes"].view(dtype).reshape(shape)
 
 
