@@ -126,13 +126,17 @@ def test_beside_the_model_that_the_run_began_with(
         assert found["start"]["rewards_margins"] == pytest.approx(0.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["sft", "dpo"])
-def test_ranks_share_the_rows_and_find_the_same(loss: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("loss", "sizes"), [("sft", (2, 4)), ("dpo", (2,)), pytest.param("dpo", (4,), marks=pytest.mark.slow)]
+)
+def test_ranks_share_the_rows_and_find_the_same(
+    loss: str, sizes: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = trained(tmp_path, loss, train__steps=2)
     make = tiny_run.preferences if loss == "dpo" else tiny_run.completions
     arguments = [str(run), "--data", str(make(tmp_path / "test.jsonl", 3, seed=5)), "--base"]
     expected = evaluated(capsys, *arguments)
-    for size in (2, 4) if loss == "sft" else (2,):  # the last one of 4 gets no row
+    for size in sizes:  # the last one of 4 gets no row
         folder = tmp_path / str(size)
         folder.mkdir()
         ranks = start_ranks(["eval", *arguments, "--json"], folder, size)

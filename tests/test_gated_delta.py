@@ -62,7 +62,10 @@ def test_values_state_and_gradients_equal_the_rule(tokens, repeated, gate, chann
     assert max(errors(all_of(reference, args), all_of(chunked(16), args))) < 1e-5
 
 
-@pytest.mark.parametrize(("chunk", "channels"), [(64, False), (1, True)])
+THOUSAND = [(64, False), (1, True), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((64, True), (1, False)))]
+
+
+@pytest.mark.parametrize(("chunk", "channels"), THOUSAND)
 def test_a_thousand_tokens(chunk, channels):
     args = inputs(1000, channels=channels, repeated=True)
     assert max(errors(all_of(reference, args), all_of(chunked(chunk, 256 // chunk), args))) < 1e-5

@@ -89,7 +89,10 @@ ONE_AFTER_THE_OTHER = [
 
 @pytest.mark.parametrize(("name", "kind"), ONE_AFTER_THE_OTHER)
 def test_one_after_the_other(name: str, kind: str):
-    """Prompts of three lengths, shared ones and one that isn't; a second group of other lengths by the same graphs."""
+    """Prompts of three lengths, shared ones and one that isn't; a second group of other lengths by the same graphs.
+
+    Where nothing is compiled no graph is used twice.
+    """
     check(backward(name, kind, objectives.sft), sft_rows(), ragged)
     pairs = [*pair_rows(shared_prefix, (3, 6, 4)), pair_rows()[1]]
     by = backward(name, kind, objectives.orpo())

@@ -240,12 +240,13 @@ def llama() -> tuple[LayerStack, Lora]:
     return LayerStack(model), tiny.attach(model)
 
 
+@pytest.mark.parametrize("every_size", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
-def test_layouts_segments_and_full_backward_agree(name: str) -> None:
+def test_layouts_segments_and_full_backward_agree(name: str, every_size: bool) -> None:
     stack, lora = llama()
     objective = CASES[name][0]
     truth = FullBackward(stack, lora, objective).step(pair(*PAIR))
-    sizes = range(1, len(stack) + 1) if name == "dpo" else (2,)  # cuts don't depend on the loss
+    sizes = range(1, len(stack) + 1) if every_size or name == "dpo" else (2,)  # cuts don't depend on the loss
     engines = [tiny.segmented(stack, lora, objective, segment_size=size) for size in sizes]
     for engine in (*engines, FullBackward(stack, lora, objective)):
         for layout in (pair(*PAIR, score_prompt=False), shared_prefix(*PAIR, score_prompt=False)):

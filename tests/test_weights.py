@@ -319,7 +319,9 @@ def test_ends_on_disk_take_the_memory_of_two_blocks(tmp_path: Path) -> None:
     assert mx.get_peak_memory() - before < 3 * weights.bytes(0, 1) + (1 << 22) < weights.ends_bytes
 
 
-@pytest.mark.parametrize("options", [{"lookahead": 2}, {"compiled": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"lookahead": 2}, {"compiled": True}], ids=str
+)
 def test_nothing_keeps_weights_between_steps(options: dict[str, Any], tmp_path: Path) -> None:
     path = tiny_run.model(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
     engine = backward(path, stream=True, **options)
