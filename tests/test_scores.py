@@ -112,7 +112,7 @@ def evaluation_bytes(layers: int) -> int:
     """The peak of one evaluation of 1,024 tokens, above what was in use before."""
     model = tiny.build("llama", num_hidden_layers=layers)
     backward = SegmentedBackward(LayerStack(model), tiny.attach(model), objectives.sft, head_chunk=16)
-    layout = single(tiny.tokens(513), [False] * 488 + [True] * 25)
+    layout = single(tiny.tokens(1025), [False] * 1000 + [True] * 25)
     for _ in range(2):  # the first one makes what stays
         gc.collect()
         mx.reset_peak_memory()
@@ -122,5 +122,5 @@ def evaluation_bytes(layers: int) -> int:
 
 
 def test_evaluation_holds_no_more_edges_of_a_deeper_model() -> None:
-    edge = 512 * 32 * 4  # bytes of the hidden states
+    edge = 1024 * 32 * 4  # bytes of the hidden states
     assert evaluation_bytes(12) - evaluation_bytes(4) < 4 * edge
