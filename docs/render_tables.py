@@ -143,6 +143,7 @@ CASES = {
     "8b-4bit-streamed": "Llama 8B, 4-bit, weights read from disk, a row of 32,768 tokens",
     "orpo-shared": "Llama 8B, ORPO, a pair of 8,192 tokens in all",
     "orpo-pair": "the same, the prompt computed twice",
+    "dpo-shared": "Llama 8B, DPO, the same pair",
     "gemma3": "12 layers of Gemma 3's shape, 8,192 tokens",
     "moe": "6 layers of a Qwen3 mixture of experts, 4,096 tokens",
     "gpt-oss": "6 layers of gpt-oss, 4,096 tokens",

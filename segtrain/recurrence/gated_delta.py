@@ -42,7 +42,8 @@ SIZES = {
     "metal": Sizes(chunk=32, group_bytes=8 << 20),
 }
 """CPU's and CUDA's were measured (`benchmarks/recurrences.py`).
-A group's work takes some twenty times its inputs' bytes."""
+A group's work takes some twenty times its inputs' bytes, and with a decay for each channel twice as much."""
+CHANNEL_SIZES = {**SIZES, "cuda": Sizes(chunk=128, group_bytes=18 << 20)}
 
 
 RULE = __name__.rsplit(".", 1)[-1]  # what a plan calls it (`memory.shapes.Scan`)
@@ -114,8 +115,8 @@ def gated_delta(
         state = mx.zeros((B, heads, Dv, k.shape[-1]), mx.float32)
     if _chosen.get("gated_delta") == "fused" and not sizes and has_kernel(q, v, log_decay):
         return fused(q, k, v, log_decay, beta, state.astype(mx.float32))
-    sizes = sizes or on_device(SIZES)
     gates = log_decay.shape[-1] if log_decay.ndim == 4 else 1
+    sizes = sizes or on_device(SIZES if gates == 1 else CHANNEL_SIZES)
     group = group_tokens(sizes, B * heads * (k.shape[-1] + Dv + gates))
     chunk = partial(_group, sizes.chunk)
     return scan(chunk, [q, k, v, log_decay, beta], state.astype(mx.float32), group=group)
