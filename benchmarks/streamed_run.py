@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-import user_models
+import user_models  # noqa: E402
 
 MB, STEPS, ROWS, WORDS = 10**6, 3, 16, 6
 READ = re.compile(r"the first update read ([\d.]+) GiB")
@@ -99,10 +100,12 @@ class Runs:
 
     def compared(self) -> dict[str, Any]:
         """The uninterrupted run beside one that is stopped after its first checkpoint and resumed."""
+        for name in ("whole", "stopped"):
+            shutil.rmtree(self.run(name), ignore_errors=True)
         begun = time.perf_counter()
-        whole = self.taken("whole", self.start("whole", "--overwrite"))
+        whole = self.taken("whole", self.start("whole"))
         seconds = time.perf_counter() - begun
-        process = self.start("stopped", "--overwrite")
+        process = self.start("stopped")
         while process.poll() is None and not (self.run("stopped") / "checkpoints" / "step-0000001").exists():
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)

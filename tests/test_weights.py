@@ -33,7 +33,6 @@ from segtrain.recipe.schema import load_recipe
 from segtrain.run.planning import Planner
 from segtrain.run.preview import preview
 from segtrain.run.trainer import Trainer
-from segtrain.storage import checkpoint
 
 TOKENS = [3 + (7 * i * i) % 50 for i in range(21)]
 AS_IT_IS = Execution()
@@ -500,24 +499,6 @@ def test_a_run_with_its_ends_on_disk_samples_the_same(folder: Path) -> None:
     assert sampled[0] == sampled[1]
     losses = [[event.loss for event in events if isinstance(event, TrainStep)] for events in (held, read)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-
-
-def test_a_run_whose_model_vanishes_keeps_its_checkpoint_and_goes_on(folder: Path) -> None:
-    trained(recipe_file(folder, "whole", engine__weights="streamed", output__save_every=1))
-    path = recipe_file(folder, "stopped", engine__weights="streamed", output__save_every=1)
-    model, away = folder / "model" / "model.safetensors", folder / "away"
-
-    def until_it_fails() -> None:
-        for event in Trainer(load_recipe(path), "sft").events():
-            if isinstance(event, TrainStep) and event.step == 3:
-                model.rename(away)
-
-    with pytest.raises(RunFailed, match="can't be read any more"):
-        until_it_fails()
-    away.rename(model)
-    assert checkpoint.newest_path(folder / "stopped") is not None
-    trained(path, resume=True)
-    assert adapter(folder, "whole") == adapter(folder, "stopped")
 
 
 def test_auto_streams_where_the_model_does_not_fit(tmp_path: Path) -> None:

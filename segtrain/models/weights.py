@@ -30,6 +30,7 @@ from segtrain.engine.segments import Bounds
 from segtrain.errors import RunFailed, UserError
 from segtrain.models.alike import Place, places
 from segtrain.models.ends import SMALL, Block, ends_of
+from segtrain.models.page_cache import outgrown_by, read_past
 from segtrain.models.room import mover, unwritten
 
 THREADS = 4  # read at a time: what it takes to reach the speed of a fast disk
@@ -48,11 +49,12 @@ class File:
     path: Path
     size: int
     changed: int  # ns
+    past_cache: bool  # whether reads are to leave the page cache alone
 
     @classmethod
-    def of(cls, path: Path) -> "File":
+    def of(cls, path: Path, *, past_cache: bool) -> "File":
         found = path.stat()
-        return cls(path, found.st_size, found.st_mtime_ns)
+        return cls(path, found.st_size, found.st_mtime_ns, past_cache)
 
     def check(self, descriptor: int) -> None:
         """Raise RunFailed unless the open file is the one that the model was loaded from."""
@@ -103,23 +105,28 @@ class Loads:
         self._made |= {id(array): (array, file, name) for name, array in arrays.items()}
         return arrays
 
+    @property
+    def _size(self) -> int:
+        """Of all files, bytes."""
+        return sum(Path(file).stat().st_size for file in {file for _, file, _ in self._made.values()})
+
     def tensor(self, array: mx.array) -> Tensor | None:
         """Where `array` comes from, if it is one of the loaded arrays as they were."""
         if id(array) not in self._made:
             return None
         _, file, name = self._made[id(array)]
         if file not in self._headers:
-            self._headers[file] = _header(Path(file))
+            self._headers[file] = _header(Path(file), past_cache=outgrown_by(self._size))
         known, start, header = self._headers[file]
         first, last = header[name]["data_offsets"]
         return Tensor(known, start + first, last - first) if last - first == array.nbytes else None
 
 
-def _header(path: Path) -> tuple[File, int, dict[str, Any]]:
+def _header(path: Path, *, past_cache: bool) -> tuple[File, int, dict[str, Any]]:
     """A safetensors file, where its tensors' bytes begin, and its header."""
     with path.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
-        return File.of(path), 8 + length, json.loads(stream.read(length))
+        return File.of(path, past_cache=past_cache), 8 + length, json.loads(stream.read(length))
 
 
 @dataclass
@@ -158,7 +165,8 @@ class Streamed:
         self._stream = mx.new_stream(mx.cpu)  # memory is set aside without waiting for what runs
         self._order: Iterator[Unit | None] = iter(())
         self._next: _Reading | None = None
-        self.bytes_read, self.waited = 0, 0.0  # seconds
+        self.bytes_read = 0
+        self.reading, self.waited = 0.0, 0.0  # seconds in which ranges or blocks were read; in which nothing else ran
 
     @property
     def layers(self) -> int:
@@ -260,6 +268,7 @@ class Streamed:
     def _fill(self, arrays: Sequence[mx.array], parts: Sequence[Part]) -> None:
         """Read `parts` once there is memory for them: in a thread of its own, as that may take a while."""
         views = [_bytes_of(array) for array in arrays]
+        begun = time.perf_counter()
         move = mover()
         if move:
             move(views, False)
@@ -270,6 +279,7 @@ class Streamed:
         ]
         for piece in pieces:
             piece.result()
+        self.reading += time.perf_counter() - begun
         if move:
             move(views, True)
 
@@ -323,6 +333,8 @@ def _opened(file: File) -> Iterator[int]:
         descriptor = os.open(file.path, os.O_RDONLY)
         try:
             file.check(descriptor)
+            if file.past_cache:
+                read_past(descriptor)
             yield descriptor
         finally:
             os.close(descriptor)

@@ -6,9 +6,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from segtrain.models.page_cache import read_past
+
 SIZE, PIECE = 256 << 20, 8 << 20
 THREADS = 4  # as many as read streamed weights
-NO_CACHE = 48  # F_NOCACHE of macOS
 
 
 def read_speed(directory: Path, size: int = SIZE) -> float:
@@ -30,7 +31,4 @@ def _forget(descriptor: int) -> None:
     """Let the system drop what it holds of a file, so that reads go to the disk."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        return
-    import fcntl
-
-    fcntl.fcntl(descriptor, NO_CACHE, 1)
+    read_past(descriptor)

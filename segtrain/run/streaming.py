@@ -1,6 +1,7 @@
 """Whether a run's frozen weights stay on disk (`engine.weights`), and what it says about that."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -46,15 +47,34 @@ def announced(recipe: Recipe, weights: Streamed) -> Iterator[Notice]:
 
 
 class Watch:
-    """How fast weights are read: said after the first update."""
+    """How fast weights are read: said after the first update, and once where reading takes most of the time."""
 
-    def __init__(self, weights: Streamed | None):
-        self.weights = weights
+    SLOW, NOTABLE = 0.5, 1.0  # of the time between two updates, and seconds of it
+
+    def __init__(self, weights: Streamed | None, clock: Callable[[], float] = time.perf_counter):
+        self.weights, self.clock = weights, clock
+        self._updates = 0
+        self._before = (0.0, 0.0)  # the clock, and seconds waited until then
 
     def after_step(self) -> Iterator[Notice]:
-        weights, self.weights = self.weights, None
-        if weights is not None and weights.waited:
+        if (weights := self.weights) is None or not weights.waited:
+            return
+        self._updates += 1
+        (then, waited), self._before = self._before, (self.clock(), weights.waited)
+        if self._updates == 1:
             yield Notice(
                 f"memory: the first update read {weights.bytes_read / GIB:.2f} GiB of weights and waited "
                 f"{weights.waited:.1f} s for the disk"
             )
+        elif (share := self._slow(self._before[0] - then, weights.waited - waited)) and weights.reading:
+            self.weights = None
+            yield Notice(
+                f"memory: {share:.0%} of the time goes by waiting for weights, which come at "
+                f"{weights.bytes_read / GIB / weights.reading:.2f} GiB/s; put the model on a faster disk, or raise "
+                "train.grad_accumulation_steps: the rows of an update share each reading"
+            )
+
+    def _slow(self, seconds: float, waited: float) -> float:
+        """The share of `seconds` that was waited, where that is much."""
+        share = waited / max(seconds, 1e-9)
+        return min(1.0, share) if share > self.SLOW and waited > self.NOTABLE else 0.0
