@@ -1,5 +1,6 @@
 """The check that users and unknown models get: it passes right gradients and fails wrong ones."""
 
+import gc
 import io
 import json
 from collections.abc import Callable
@@ -271,3 +272,62 @@ def test_the_long_row_is_as_long_as_there_is_memory_for(
     print_verify(report, console=Console(file=shown, width=100))
     assert f"long row: 150 of {report.longest} tokens, as many as there is memory for" in shown.getvalue()
     assert "against autodiff a layer at a time" in shown.getvalue()
+
+
+def streamed_recipe(folder: Path, dtype: mx.Dtype, rows: list[str], layers: int = 4, **changes: object) -> Recipe:
+    """Of a llama with untied ends that are large enough to stay on disk."""
+    path = folder / f"model-{dtype.__str__().rpartition('.')[2]}"
+    sizes = {"hidden_size": 128, "intermediate_size": 1024, "num_hidden_layers": layers, "vocab_size": 4096}
+    if not path.exists():
+        tiny_configs.save("llama", path, num_attention_heads=4, num_key_value_heads=2, **sizes)
+        arrays: dict[str, mx.array] = mx.load(str(path / "model.safetensors"))  # type: ignore[assignment]
+        cast = {name: array.astype(dtype) for name, array in arrays.items()}
+        mx.save_safetensors(str(path / "model.safetensors"), cast, {"format": "mlx"})
+        TOKENIZER.save_pretrained(path)
+    data = lines(folder / "streamed.jsonl", *({"text": text} for text in rows))
+    return recipe(path, data, weights="streamed", **changes)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_streamed_weights_are_never_held_as_a_whole(dtype: mx.Dtype, tmp_path: Path):
+    """The reference too goes a layer at a time, in float32."""
+    asked = streamed_recipe(tmp_path, dtype, [WORDS[:10], WORDS[:30]], layers=12, keep_layers=0)
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    report = verify_gradients(asked)
+    peak = mx.get_peak_memory() - before
+    assert report.passed
+    assert report.tolerance == verify.EXACT
+    assert report.long_tokens == report.longest > report.tokens
+    assert report.long_reference == "autodiff a layer at a time"
+    weights = Path(asked.model, "model.safetensors").stat().st_size * 4 // dtype.size
+    assert peak < 0.6 * weights, f"{peak:,} of {weights:,} bytes, in float32"
+
+
+@pytest.mark.parametrize("loss", ["sft", "orpo", "dpo"])
+def test_an_unproven_model_is_checked_streamed(loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = streamed_recipe(tmp_path, mx.float32, [WORDS])
+    loaded = load(asked.model, stream=lambda path: True)
+    opened = open_session(asked, objectives.of_recipe(loss, asked), loaded)
+    assert loaded.weights is not None
+    assert loaded.weights.ends
+    check_unproven(opened)
+    assert loaded.weights.ends, "the ends were read for the check alone"
+    run = LayerStack.run
+
+    def shifted(self, tape, carry, lo, hi):
+        made = run(self, tape, carry, lo, hi)
+        return made | {"h": made["h"] + 0.01 * carry["h"]} if lo == 1 else made
+
+    monkeypatch.setattr(LayerStack, "run", shifted)  # the reference has one of its own
+    with pytest.raises(UserError, match="differ from plain ones"):
+        check_unproven(opened)
+
+
+def test_rounding_of_streamed_weights_is_judged_by_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verify, "EXACT", 1e-9)
+    report = verify_gradients(streamed_recipe(tmp_path, mx.float32, [WORDS]))
+    assert report.passed
+    assert 1e-9 < report.tolerance < 1e-4

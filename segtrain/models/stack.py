@@ -33,7 +33,7 @@ from segtrain.models.alike import Place, fingerprint, holding, places, plain
 from segtrain.models.capture import arrays, intercept, leaves, map_tree
 from segtrain.models.causal import Causal
 from segtrain.models.dense import dequantized, dequantized_in_slices, quantized_modules
-from segtrain.models.ends import EMBEDDINGS, blocks_of, embedding, ends_of
+from segtrain.models.ends import EMBEDDINGS, Block, blocks_of, embedding, ends_of
 from segtrain.models.exceptions import exceptions_of
 from segtrain.models.products import linear_modules, recalling, remembering
 from segtrain.models.recurrences import restarts
@@ -291,6 +291,18 @@ class LayerStack:
                 yield
         finally:
             self.expect(())
+
+    @contextmanager
+    def whole_head(self) -> Iterator[None]:
+        """While the block runs, `logits` has all of the projection's weights in memory."""
+        module, source = self.projection, self.source
+        if module is None or source is None or not any(end is module for end in source.ends):
+            yield
+            return
+        source.project_by(module)
+        arrays = source.block(Block(0, module["weight"].shape[0]))
+        with holding([(module, key) for key in arrays], list(arrays.values())):
+            yield
 
     def prepared(self, lo: int, hi: int) -> AbstractContextManager[None]:
         """Around one use of layers lo..hi-1, a forward pass or a whole vjp: holds their dense weights if wanted."""

@@ -154,6 +154,7 @@ class Streamed:
         ]
         self._parts = [[_part(place, tensors[i]) for place in where] for i, where in enumerate(self._where)]
         self._lazy = [[module[key] for module, key in where] for where in self._where]
+        self._inside = {key for found in tensors for key in found}
         self._outside: dict[int, dict[str, Part]] = {}
         for place in places([model]):
             if (id(place[0]), place[1]) in outside:
@@ -165,6 +166,7 @@ class Streamed:
         self._stream = mx.new_stream(mx.cpu)  # memory is set aside without waiting for what runs
         self._order: Iterator[Unit | None] = iter(())
         self._next: _Reading | None = None
+        self._dtype: mx.Dtype | None = None
         self.bytes_read = 0
         self.reading, self.waited = 0.0, 0.0  # seconds in which ranges or blocks were read; in which nothing else ran
 
@@ -198,6 +200,23 @@ class Streamed:
         finally:
             _put(where, lazy)
 
+    def streams(self, module: nn.Module, key: str) -> bool:
+        """Whether this array of the model stays on disk."""
+        return key in self._outside.get(id(module), {}) or (id(module), key) in self._inside
+
+    @contextmanager
+    def in_dtype(self, dtype: mx.Dtype) -> Iterator[None]:
+        """While the block runs, floating-point arrays are of this dtype when they come."""
+        before, self._dtype = self._dtype, dtype
+        try:
+            yield
+        finally:
+            self._dtype = before
+
+    def _cast(self, arrays: Sequence[mx.array]) -> list[mx.array]:
+        dtype = self._dtype
+        return [x if dtype is None or not mx.issubdtype(x.dtype, mx.floating) else x.astype(dtype) for x in arrays]
+
     def keep(self, ends: Sequence[nn.Module]) -> None:
         """Hold these of the ends in memory."""
         for module in ends:
@@ -225,7 +244,7 @@ class Streamed:
             self.bytes_read += arrays[key].nbytes
         for piece in pieces:
             piece.result()
-        return arrays
+        return dict(zip(arrays, self._cast([*arrays.values()]), strict=True))
 
     def _taken(self, wanted: Unit) -> list[mx.array]:
         """The arrays of `wanted`. From now on the next expected unit is being read."""
@@ -234,7 +253,7 @@ class Streamed:
         self.waited += time.perf_counter() - begun
         ahead = next(self._order, None)
         self._next = self._read(ahead) if ahead else None
-        return arrays
+        return self._cast(arrays)
 
     def _arrived(self, wanted: Unit) -> _Reading:
         """The reading of `wanted`: the one under way, or one that begins now."""

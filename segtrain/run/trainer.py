@@ -96,10 +96,6 @@ class Trainer:
             prompts(loaded, self.recipe)  # what is wrong with one is said now, not when the run ends
             session = open_session(self.recipe, objective, loaded)
             if why := why_unproven(loaded.config):
-                if loaded.weights:
-                    raise UserError(
-                        f"{why}, and checking its gradients takes all weights: set engine.weights: resident"
-                    )
                 yield Notice(f"{why}: its gradients are checked first")
                 check_unproven(session)
             yield from _Loop(self, ranks, run, session, data, held).events()

@@ -10,12 +10,14 @@ near to that. A short row can't show what changes with the row's length (rotary 
 positions that end, attention and MLP in blocks), so a row as long as the longest one is compared too, run by the plan
 that training would choose. Where plain autodiff of the whole model has no memory for it, the reference goes a layer at
 a time (`run.layerwise`); where that has none either, the row is as long as there is memory for, and the report says so.
+Where weights are streamed the model is never held, and every reference goes a layer at a time.
 """
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -32,6 +34,7 @@ from segtrain.lora.layers import Lora
 from segtrain.memory.backends import here
 from segtrain.memory.device import default_budget
 from segtrain.memory.meter import Meter
+from segtrain.models.load import Loaded
 from segtrain.models.plain import PlainForward
 from segtrain.models.positions import check_positions
 from segtrain.recipe.schema import Recipe
@@ -39,6 +42,7 @@ from segtrain.run.base import load_base
 from segtrain.run.layerwise import Layerwise
 from segtrain.run.planning import Planner
 from segtrain.run.session import Session, open_session
+from segtrain.run.streaming import streams
 
 EXACT, HALF = 1e-4, 0.2  # tolerances in float32 and in 16 bits, where two exact orders of summation differ by percents
 SHORT = 256  # tokens of a row that are compared
@@ -86,7 +90,7 @@ class VerifyReport:
 
 def verify_gradients(recipe: Recipe) -> VerifyReport:
     """Compare on a short row of the recipe's data. Raises UserError for what is wrong with model or data."""
-    loaded = load_base(recipe)
+    loaded = load_base(recipe, partial(streams, recipe))
     row, longest = _short_row(recipe, loaded.tokenizer)
     check_positions(loaded.config, longest)
     objective = objectives.for_rows(pairs=isinstance(row, PreferenceRow), recipe=recipe)
@@ -151,17 +155,18 @@ def compare(session: Session, row: Row) -> VerifyReport:
 def _compared(
     session: Session, row: Row, running: Backward | None = None, reference: Reference | None = None
 ) -> VerifyReport:
-    """What runs (by default segmented backward) against a reference (by default autodiff of the whole model)."""
-    model, lora = session.loaded.model, session.lora
+    """What runs (by default segmented backward) against a reference, by default autodiff of the whole model, or where
+    weights are streamed, of a layer at a time."""
+    lora = session.lora
     size = session.recipe.engine.segment_size
     size = 1 if size == "auto" else size
     running = running or SegmentedBackward(session.stack, lora, session.objective, segment_size=size)
-    reference = reference or FullBackward(PlainForward(session.stack), lora, session.objective)
-    with lora.dropout_keys.disabled(), random_b(lora), widened(model):
+    reference = reference or _reference(session)
+    with lora.dropout_keys.disabled(), random_b(lora), widened(session.loaded):
         segmented = running.step(session.layout(row))
         with composed_attention():
             full = reference.step(replace(session, shares_prefix=False, align=1).layout(row))
-        exact = all(p.dtype != mx.bfloat16 and p.dtype != mx.float16 for _, p in _floats(model))
+        exact = all(p.dtype != mx.bfloat16 and p.dtype != mx.float16 for _, p in _resident(session.loaded))
         errors = module_errors(full.grads, segmented.grads)
         tolerance = EXACT if exact else HALF
         loss_full, loss_segmented = float(full.loss.total), float(segmented.loss.total)
@@ -172,6 +177,12 @@ def _compared(
     close = abs(loss_segmented - loss_full) <= tolerance * abs(loss_full)
     passed = close and bool(errors) and all(error.relative_error <= tolerance for error in errors)
     return VerifyReport(passed, tolerance, errors, loss_full, loss_segmented, len(row), size, str(row.origin))
+
+
+def _reference(session: Session) -> Reference:
+    if session.loaded.weights:
+        return Layerwise(session.stack, session.lora, session.objective)
+    return FullBackward(PlainForward(session.stack), session.lora, session.objective)
 
 
 @contextmanager
@@ -197,15 +208,14 @@ def _truth(session: Session, row: Row, reference: Reference) -> Mapping[str, mx.
 
     Weights are as before afterwards.
     """
-    model = session.loaded.model
-    places = [(place, p.dtype) for place, p in _floats(model)]
+    places = [(place, p.dtype) for place, p in _resident(session.loaded)]
     if 8 * sum(module[key].size for (module, key), _ in places) > default_budget(here()) // 2:
         return None
     device = mx.default_device()
     try:
         mx.set_default_device(mx.Device(mx.cpu))
         _cast([(place, mx.float64) for place, _ in places])
-        with composed_attention():
+        with composed_attention(), _in_dtype(session.loaded, mx.float64):
             grads = reference.step(replace(session, shares_prefix=False, align=1).layout(row)).grads
         return {name: grad.astype(mx.float32) for name, grad in grads.items()}
     except RuntimeError:
@@ -228,7 +238,12 @@ def lengthened(row: Row, tokens: int) -> Row:
 
 
 def _most(session: Session) -> int:
-    """Tokens of the longest row whose logits and scores in plain autodiff take a quarter of what may be used each."""
+    """Tokens of the longest row whose logits and scores in plain autodiff take a quarter of what may be used each.
+
+    None where weights are streamed: plain autodiff has the whole model in memory.
+    """
+    if session.loaded.weights:
+        return 0
     quarter = default_budget(here()) // 4
     scores = _score_bytes(session) * len(session.stack)
     return min(quarter // (COPIES * 4 * max(1, session.loaded.vocabulary)), int((quarter / scores) ** 0.5))
@@ -241,7 +256,7 @@ def _most_layerwise(session: Session, row: Row) -> int:
     one layer of a model file that writes them out.
     """
     short, half = shortened(row), default_budget(here()) // 2
-    with session.lora.dropout_keys.disabled(), widened(session.loaded.model), composed_attention():
+    with session.lora.dropout_keys.disabled(), widened(session.loaded), composed_attention():
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         layout = replace(session, shares_prefix=False, align=1).layout(short)
@@ -296,19 +311,25 @@ def random_b(lora: Lora) -> Iterator[None]:
 
 
 @contextmanager
-def widened(model: nn.Module) -> Iterator[None]:
-    """16-bit weights in float32 while the block runs, where that takes at most half of what may be used.
+def widened(loaded: Loaded) -> Iterator[None]:
+    """16-bit weights in float32 while the block runs: those in memory where that takes at most half of what may be
+    used, streamed ones whenever they are read.
 
     The way back is exact.
     """
-    half = [(place, p.dtype) for place, p in _floats(model) if p.dtype in (mx.bfloat16, mx.float16)]
+    half = [(place, p.dtype) for place, p in _resident(loaded) if p.dtype in (mx.bfloat16, mx.float16)]
     fits = 4 * sum(module[key].size for (module, key), _ in half) <= default_budget(here()) // 2
     try:
         if fits:
             _cast([(place, mx.float32) for place, _ in half])
-        yield
+        with _in_dtype(loaded, mx.float32):
+            yield
     finally:
         _cast(half)
+
+
+def _in_dtype(loaded: Loaded, dtype: mx.Dtype) -> AbstractContextManager[None]:
+    return loaded.weights.in_dtype(dtype) if loaded.weights else nullcontext()
 
 
 def _short_row(recipe: Recipe, tokenizer: Any) -> tuple[Row, int]:
@@ -332,6 +353,13 @@ def _floats(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], mx.array]
         for key, value in module.items():
             if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
                 yield (module, key), value
+
+
+def _resident(loaded: Loaded) -> Iterator[tuple[tuple[nn.Module, str], mx.array]]:
+    """The floating-point arrays that are in memory."""
+    for place, value in _floats(loaded.model):
+        if not (loaded.weights and loaded.weights.streams(*place)):
+            yield place, value
 
 
 def _cast(places: list[tuple[tuple[nn.Module, str], mx.Dtype]]) -> None:
