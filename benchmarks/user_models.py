@@ -51,6 +51,8 @@ SHAPES: dict[str, dict[str, Any]] = {
                             "partial_rotary_factor": 0.25}}},
     "tiny": {**COMMON, "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128,
              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096},
+    "small": {**COMMON, "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096},
     "tiny-delta": {**COMMON, "model_type": "qwen3_5", "text_config": {
         **COMMON, "model_type": "qwen3_5", "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 4096,
