@@ -92,6 +92,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "tiny-dpo": case("tiny", 128, mlx_lm=[], command="dpo", answers=32, epochs=2, dtype="float32", settings={
         "pass": {"dpo.reference": "pass"}, "cached": {"dpo.reference": "cached"}}),
     "tiny-delta": case("tiny-delta", 64, mlx_lm=[1], dtype="float32", settings={"auto": {}}),
+    "tiny-delta-orpo-shared": case("tiny-delta", 2048, mlx_lm=[], command="orpo", answers=128, dtype="float32",
+                                   settings={"auto": {}}),
+    "tiny-delta-orpo-pair": case("tiny-delta", 2048, mlx_lm=[], command="orpo", answers=128, dtype="float32",
+                                 settings={"auto": {"engine.prefix_sharing": "false"}}),
     "small-orpo": case("small", 1024, mlx_lm=[], command="orpo", answers=64, dtype="float32", settings={"auto": {}}),
     "small-dpo": case("small", 1024, mlx_lm=[], command="dpo", answers=64, epochs=2, dtype="float32", settings={
         "pass": {"dpo.reference": "pass"}, "cached": {"dpo.reference": "cached"}}),
