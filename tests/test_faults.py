@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("faults")
 
 
-def recipe_file(folder: Path, run: Path, loss: str = "sft", **changes: str) -> Path:
+def recipe_file(folder: Path, run: Path, loss: str = "sft", **changes: Any) -> Path:
     run.parent.mkdir(exist_ok=True)
     options = changes | {
         "output__dir": str(run),
@@ -57,7 +57,7 @@ def whole(folder: Path) -> dict[str, object]:
 
 
 def killed_until_done(
-    folder: Path, name: str, loss: str, most: int, draw: random.Random, **changes: str
+    folder: Path, name: str, loss: str, most: int, draw: random.Random, **changes: Any
 ) -> tuple[object, int]:
     """A run whose process is killed after a random part of it, up to `most` times or until one gets to the end."""
     path = recipe_file(folder, folder / name / "run", loss, **changes)
@@ -92,6 +92,7 @@ def wait_for_a_random_moment(run: Path, process: BaseProcess, draw: random.Rando
         pytest.param("sft", 20, "auto", marks=pytest.mark.slow),
         pytest.param("orpo", 15, "auto", marks=pytest.mark.slow),
         pytest.param("sft", 30, "streamed", marks=pytest.mark.slow),
+        pytest.param("orpo", 15, "streamed", marks=pytest.mark.slow),
     ],
 )
 def test_killed_at_random_moments(folder: Path, whole: dict[str, object], loss: str, kills: int, weights: str) -> None:
@@ -100,6 +101,20 @@ def test_killed_at_random_moments(folder: Path, whole: dict[str, object], loss: 
         name = f"kills-{loss}-{weights}-{kills}-{runs}"
         result, killed = killed_until_done(folder, name, loss, kills - done, draw, engine__weights=weights)
         assert result[0] == whole[loss][0] if weights == "streamed" else result == whole[loss]  # type: ignore[index]
+        done, runs = done + killed, runs + 1
+        assert runs <= 2 * kills, "the runs end before they can be killed"
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(30, marks=pytest.mark.slow)])
+def test_killed_while_the_rows_of_an_update_share_each_reading(folder: Path, kills: int) -> None:
+    """Against a run whose weights are in memory and that takes one row after the other."""
+    rows = {"engine__rows_together": 1, "train__grad_accumulation_steps": 3}
+    wanted = trained(recipe_file(folder, folder / f"shared-whole-{kills}" / "run", **rows))[0]
+    draw, done, runs = random.Random(kills), 0, 0
+    while done < kills:
+        options = rows | {"engine__weights": "streamed"}
+        result, killed = killed_until_done(folder, f"shared-{kills}-{runs}", "sft", kills - done, draw, **options)
+        assert result[0] == wanted[0]  # type: ignore[index]
         done, runs = done + killed, runs + 1
         assert runs <= 2 * kills, "the runs end before they can be killed"
 
