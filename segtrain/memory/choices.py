@@ -87,8 +87,10 @@ def remedies(chooser: Chooser) -> list[str]:
 def row_of(
     length: int, *, preference: bool, shared: bool, prompt_share: float = PROMPT_SHARE, score_prompt: bool = True
 ) -> RowShape:
-    """A row of `length` tokens (preference: prompt and one response together; `score_prompt`: as the objective has
-    it)."""
+    """A row of `length` tokens (preference: prompt and one response together).
+
+    `score_prompt`: whether the objective scores a pair's prompt too.
+    """
     if not preference:
         return rows.sft(length)
     prompt = max(1, min(length - 1, round(prompt_share * length)))

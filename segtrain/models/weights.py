@@ -298,9 +298,9 @@ class Streamed:
         ]
         for piece in pieces:
             piece.result()
-        self.reading += time.perf_counter() - begun
         if move:
             move(views, True)
+        self.reading += time.perf_counter() - begun
 
 
 def _part(place: Place, found: dict[Key, Tensor]) -> Part:

@@ -218,20 +218,23 @@ class Planner:
 
     def joined(self, layouts: Sequence[Layout]) -> SegmentedBackward | None:
         """How to run these so that all go through a segment before the next one; None where that doesn't fit."""
-        row = rows.joined([rows.of_layout(layout) for layout in layouts])
-        found = self.chooser.fastest(row, self.budget)
-        if found is None:
-            return None
-        running: Any = self._running(in_short_kernels(found, row, self.backend).plan, row, layouts)
+        row, option = self._through_segments([rows.of_layout(layout) for layout in layouts])
+        running: Any = option and self._running(option.plan, row, layouts)
         return running  # never full backward: it doesn't stream
+
+    def _through_segments(self, passes: Sequence[RowShape]) -> tuple[RowShape, Option | None]:
+        """The shape of passes that all go through a segment before the next one, and by which plan, if any fits."""
+        row = rows.joined(passes)
+        found = self.chooser.fastest(row, self.budget)
+        return row, in_short_kernels(found, row, self.backend) if found else None
 
     def _joined(self, group: RowShape, passes: int) -> tuple[int, Option | None]:
         """Where weights are streamed: how many of an update's passes, all like this one, go through a segment before
         the next one is read, and by which plan."""
         while self.session.loaded.weights is not None and passes > 1:
-            found = self.chooser.fastest(rows.joined([group] * passes), self.budget)
-            if found is not None:
-                return passes, found
+            _, option = self._through_segments([group] * passes)
+            if option:
+                return passes, option
             passes = -(-passes // 2)
         return 1, None
 

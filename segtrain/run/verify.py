@@ -240,7 +240,7 @@ def lengthened(row: Row, tokens: int) -> Row:
 def _most(session: Session) -> int:
     """Tokens of the longest row whose logits and scores in plain autodiff take a quarter of what may be used each.
 
-    None where weights are streamed: plain autodiff has the whole model in memory.
+    0 where weights are streamed: plain autodiff has the whole model in memory.
     """
     if session.loaded.weights:
         return 0
