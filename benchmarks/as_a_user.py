@@ -74,6 +74,12 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo-shared": case("llama-8b", 8192, mlx_lm=[], command="dpo", answers=512, epochs=2, settings={
         "pass": {"dpo.reference": "pass", "engine.memory_budget": "40GB"},
         "cached": {"dpo.reference": "cached", "engine.memory_budget": "40GB"}}),
+    "simpo-shared": case("llama-8b", 8192, mlx_lm=[], command="simpo", answers=512, settings={
+        "40 GB": {"engine.memory_budget": "40GB"}}),
+    "cpo-shared": case("llama-8b", 8192, mlx_lm=[], command="cpo", answers=512, settings={
+        "40 GB": {"engine.memory_budget": "40GB"}}),
+    "8b-dora": case("llama-8b", 8192, mlx_lm=[], settings={
+        "dora, lean": {"lora.kind": "dora", "engine.memory_budget": "20.5GB"}}),
     "delta-orpo-shared": case("qwen3.5-8-layers", 2048, mlx_lm=[], command="orpo", answers=128, settings={"auto": {}}),
     "delta-orpo-pair": case("qwen3.5-8-layers", 2048, mlx_lm=[], command="orpo", answers=128, settings={
         "auto": {"engine.prefix_sharing": "false"}}),
@@ -96,9 +102,12 @@ SMALL: dict[str, dict[str, Any]] = {
                                    settings={"auto": {}}),
     "tiny-delta-orpo-pair": case("tiny-delta", 2048, mlx_lm=[], command="orpo", answers=128, dtype="float32",
                                  settings={"auto": {"engine.prefix_sharing": "false"}}),
-    "small-orpo": case("small", 1024, mlx_lm=[], command="orpo", answers=64, dtype="float32", settings={"auto": {}}),
-    "small-dpo": case("small", 1024, mlx_lm=[], command="dpo", answers=64, epochs=2, dtype="float32", settings={
-        "pass": {"dpo.reference": "pass"}, "cached": {"dpo.reference": "cached"}}),
+    "small-orpo": case("small", 512, mlx_lm=[], command="orpo", answers=64, dtype="float32", settings={
+        "auto": {}, "segmented": {"engine.segment_size": "1"}}),
+    "small-dpo": case("small", 512, mlx_lm=[], command="dpo", answers=64, epochs=2, dtype="float32", settings={
+        "pass": {"dpo.reference": "pass"}, "cached": {"dpo.reference": "cached"},
+        "pass, segmented": {"dpo.reference": "pass", "engine.segment_size": "1"},
+        "cached, segmented": {"dpo.reference": "cached", "engine.segment_size": "1"}}),
 }  # fmt: skip
 UPDATES, TIMEOUT = 6, 170
 

@@ -18,7 +18,7 @@ import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,9 +31,9 @@ from segtrain.errors import RunFailed, UserError
 from segtrain.models.alike import Place, places
 from segtrain.models.ends import SMALL, Block, ends_of
 from segtrain.models.page_cache import outgrown_by, read_past
-from segtrain.models.room import mover, unwritten
+from segtrain.models.room import DriverError, GpuMemory, gpu_memory, unwritten
 
-THREADS = 4  # read at a time: what it takes to reach the speed of a fast disk
+THREADS = 8  # read at a time: on one GPU machine an update took 2.1 s with eight and 2.7 s with four
 PIECE = 16 << 20  # bytes that one thread reads at a time
 
 Key: TypeAlias = tuple[int, str]
@@ -288,18 +288,14 @@ class Streamed:
         """Read `parts` once there is memory for them: in a thread of its own, as that may take a while."""
         views = [_bytes_of(array) for array in arrays]
         begun = time.perf_counter()
-        move = mover()
-        if move:
-            move(views, False)
+        gpu = _placed(views)
         pieces = [
-            self._readers.submit(_fill, view[at : at + PIECE], part.tensor.file, part.tensor.offset + at)
+            self._readers.submit(_fill, view[at : at + PIECE], part.tensor.file, part.tensor.offset + at, gpu)
             for view, part in zip(views, parts, strict=True)
             for at in range(0, part.tensor.bytes, PIECE)
         ]
         for piece in pieces:
             piece.result()
-        if move:
-            move(views, True)
         self.reading += time.perf_counter() - begun
 
 
@@ -330,9 +326,26 @@ def _put(where: Sequence[Place], arrays: Sequence[mx.array]) -> None:
         module[key] = array
 
 
-def _fill(view: memoryview, file: File, offset: int) -> None:
-    """Read `view` from `file` at `offset`. Raises RunFailed."""
+def _placed(views: Sequence[memoryview]) -> GpuMemory | None:
+    """What fills this memory, which is on the GPU now; None: it is written where it lies."""
+    gpu = gpu_memory()
+    try:
+        if gpu:
+            gpu.place(views)
+        return gpu
+    except DriverError:  # then pages move as they are touched
+        return None
+
+
+def _fill(view: memoryview, file: File, offset: int, gpu: GpuMemory | None) -> None:
+    """Read `view`, which is on the `gpu` or where it is, from `file` at `offset`. Raises RunFailed."""
     with _opened(file) as descriptor:
+        if gpu:
+            with suppress(DriverError):  # then it is written where it lies, a page at a time
+                staging = gpu.staging(len(view))
+                _fill_from(descriptor, staging, file, offset)
+                gpu.copy(staging, view)
+                return
         _fill_from(descriptor, view, file, offset)
 
 
