@@ -103,11 +103,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "tiny-delta-orpo-pair": case("tiny-delta", 2048, mlx_lm=[], command="orpo", answers=128, dtype="float32",
                                  settings={"auto": {"engine.prefix_sharing": "false"}}),
     "small-orpo": case("small", 512, mlx_lm=[], command="orpo", answers=64, dtype="float32", settings={
-        "auto": {}, "segmented": {"engine.segment_size": "1"}}),
+        "auto": {}, "segmented": {"engine.backward": "segmented"}}),
     "small-dpo": case("small", 512, mlx_lm=[], command="dpo", answers=64, epochs=2, dtype="float32", settings={
         "pass": {"dpo.reference": "pass"}, "cached": {"dpo.reference": "cached"},
-        "pass, segmented": {"dpo.reference": "pass", "engine.segment_size": "1"},
-        "cached, segmented": {"dpo.reference": "cached", "engine.segment_size": "1"}}),
+        "pass, segmented": {"dpo.reference": "pass", "engine.backward": "segmented"},
+        "cached, segmented": {"dpo.reference": "cached", "engine.backward": "segmented"}}),
 }  # fmt: skip
 UPDATES, TIMEOUT = 6, 170
 

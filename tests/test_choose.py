@@ -46,8 +46,10 @@ def test_the_fastest_that_fits_is_the_fastest_that_fits(length: int, share: floa
     budget = round(share * mine.leanest(row).peak)
     fitting = [x for x in (mine.option(row, plan) for plan in mine.plans(row)) if x.peak <= budget]
     found = mine.fastest(row, budget)
-    assert (found is None) == (not fitting)
-    if found:
+    chosen = sparing(fitting, budget, lambda x: x.relative_time, lambda x: x.peak)
+    assert (found is None) == (chosen is None)
+    if found and chosen:
+        assert (round(found.relative_time, 2), found.peak) == (round(chosen.relative_time, 2), chosen.peak)
         assert found.peak <= budget
         fastest = min(x.relative_time for x in fitting)
         assert found.relative_time <= DEARER * (fastest + EQUAL)
@@ -55,6 +57,16 @@ def test_the_fastest_that_fits_is_the_fastest_that_fits(length: int, share: floa
         assert found.peak == min(same)
         if found.relative_time > fastest + EQUAL:
             assert found.peak <= SMALLER * max(x.peak for x in fitting if x.relative_time <= fastest + EQUAL)
+
+
+def test_memory_is_estimated_only_where_a_plan_can_still_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New lengths come all through a run: their search takes a few estimates, not one for each candidate."""
+    mine, row = chooser("cuda"), rows.sft(1300)
+    estimated = []
+    peak = mine.estimator.peak
+    monkeypatch.setattr(mine.estimator, "peak", lambda *given: estimated.append(given) or peak(*given))
+    assert mine.fastest(row, 1 << 40)
+    assert len(estimated) < len(list(mine.plans(row))) / 10
 
 
 @given(st.integers(64, 4000), st.integers(20, 34))

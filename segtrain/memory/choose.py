@@ -4,7 +4,8 @@ Candidates are every combination of the settings that a recipe leaves on `auto`;
 within the budget are compared by estimated time, and by memory where times are about equal (`sparing`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -134,8 +135,25 @@ class Chooser:
 
     def fastest(self, row: RowShape, budget: int, *, sizes: Sequence[int] | None = None) -> Option | None:
         """The fastest candidate for `row` whose peak is within `budget`; None: there is none."""
-        fitting = [x for x in (self.option(row, plan) for plan in self.plans(row, sizes)) if x.peak <= budget]
+        fitting = self._promising(row, self.plans(row, sizes), budget)
         return sparing(fitting, budget, lambda x: x.relative_time, lambda x: x.peak)
+
+    def _promising(self, row: RowShape, plans: Iterable[Plan], budget: int) -> list[Option]:
+        """Those that fit, by time, as far as `sparing` can choose one: memory, which takes longer to estimate, is not
+        looked at beyond.
+        """
+        timed = [(self._time(row, plan, self.estimator.read(row, plan))[0], plan) for plan in plans]
+        found: list[Option] = []
+        slowest = math.inf
+        for time, plan in sorted(timed, key=lambda x: x[0]):
+            if time > slowest:
+                break
+            option = self.option(row, plan)
+            if option.peak <= budget:
+                if not found:  # the best one's time rounds to this one's
+                    slowest = DEARER * (time + 0.01)
+                found.append(option)
+        return found
 
     def leanest(self, row: RowShape, *, sizes: Sequence[int] | None = None) -> Option:
         """The candidate with the lowest peak."""
