@@ -35,6 +35,7 @@ from segtrain.engine.head import (
     Scorer,
     SpanScore,
     cotangent,
+    every_row,
     flattened,
     log_softmax_at,
     padded_rows,
@@ -546,7 +547,7 @@ class FullBackward:
         function = self._function(layout)
         if not self.compiled:
             return function(*inputs)
-        spans = tuple((name, span.stream, layout.scores_all(name)) for name, span in layout.spans.items())
+        spans = tuple((name, span.stream, layout.scores_most(name)) for name, span in layout.spans.items())
         streams = tuple(stream.structure for stream in layout.streams)
         return self.traces(("full", self.objective, spans, streams), function, *inputs)
 
@@ -591,7 +592,7 @@ class FullBackward:
             for name, (rows, targets, weights, owners) in scored.items():
                 span = layout.spans[name]
                 if span.stream == number:
-                    picked = logits if layout.scores_all(name) else mx.take(logits, rows, axis=-2)
+                    picked = logits if layout.scores_most(name) else mx.take(logits, rows, axis=-2)
                     sums[name] = span.sums(log_softmax_at(picked, targets) * weights, owners)
         return sums
 
@@ -599,8 +600,11 @@ class FullBackward:
         self, layout: Layout, reference: Sums
     ) -> tuple[list[list[mx.array]], Scored, dict[str, mx.array], dict[str, mx.array]]:
         streams = [stream.arrays for stream in layout.streams]
+        rows = [stream.batch * len(stream) for stream in layout.streams]
         scored = {
-            name: padded_rows(span, self._multiple(span) if not layout.scores_all(name) else 1)
+            name: every_row(span, rows[span.stream])
+            if layout.scores_most(name)
+            else padded_rows(span, self._multiple(span))
             for name, span in layout.spans.items()
         }
         counts = {name: mx.array(n, dtype=mx.float32) for name, n in _counts(layout).items()}

@@ -138,6 +138,18 @@ def padded_rows(span: Span, multiple: int) -> tuple[mx.array, mx.array, mx.array
     return rows, targets, (mx.arange(len(span) + extra) < len(span)).astype(mx.float32), owners
 
 
+def every_row(span: Span, count: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """All `count` rows of the span's stream as `padded_rows` gives some: those that aren't scored weigh 0."""
+
+    def placed(values: mx.array) -> mx.array:
+        found = mx.zeros(count, values.dtype)
+        found[span.rows] = values
+        return found
+
+    weights = mx.ones((len(span),)) if span.weights is None else span.weights
+    return mx.arange(count), placed(span.targets), placed(weights), placed(span.owners)
+
+
 def chunks(span: Span, size: int, multiple: int | None) -> Iterator[tuple[mx.array, ...]]:
     """(rows, targets) of at most `size` rows, and their weights where the span has some; given a `multiple`, always
     with weights and of equally many rows."""

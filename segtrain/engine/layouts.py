@@ -19,6 +19,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from segtrain.engine.picking import most
 from segtrain.engine.ragged import Ragged
 
 RESPONSE, PROMPT, CHOSEN, REJECTED = "response", "prompt", "chosen", "rejected"
@@ -144,11 +145,11 @@ class Layout:
     def scored(self) -> int:
         return sum(len(span) for name, span in self.spans.items() if name != PROMPT)
 
-    def scores_all(self, name: str) -> bool:
-        """Whether span `name` scores every row of its stream, in order: there is nothing to pick."""
+    def scores_most(self, name: str) -> bool:
+        """Whether span `name` scores most rows of its stream: all of them are, the others with weight 0."""
         span = self.spans[name]
         stream = self.streams[span.stream]
-        return len(span) == stream.batch * len(stream)
+        return most(len(span), stream.batch * len(stream))
 
 
 def single(tokens: Sequence[int], supervised: Sequence[bool], weights: Sequence[float] | None = None) -> Layout:

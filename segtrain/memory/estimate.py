@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 
+from segtrain.engine.picking import most
 from segtrain.engine.segments import grouped, layer_cuts
 from segtrain.memory import fitted
 from segtrain.memory.backends import Backend
@@ -354,9 +355,10 @@ class Estimator:
         edges = sum(self.boundary(rows) for rows in row.streams)
         made = max(self.temporaries(i, max(row.extents)) for i in trained)
         logits = float(V * sum(map(sum, row.scored)) * (fitted.FULL_FLOAT32 if b == 4 else fitted.FULL_HALF))
-        # Of a stream that isn't scored row by row, the scored rows' logits are picked from those of all rows: each
-        # span's gradient is as large as these.
-        picked = [rows * len(x) for rows, x in zip(row.streams, row.scored, strict=True) if x != (rows,)]
+        # Where a span scores few of its stream's rows, their logits are picked from those of all rows: its gradient is
+        # as large as these.
+        spans = [(rows, [n for n in x if not most(n, rows)]) for rows, x in zip(row.streams, row.scored, strict=True)]
+        picked = [rows * len(few) for rows, few in spans]
         logits += V * b * max(picked, default=0)
         boundaries = 2 * edges + sum(self.constants(rows) for rows in row.streams)
         yield "step", {"boundaries": boundaries, "layer": held, "head": logits}
