@@ -24,7 +24,7 @@ from segtrain.lora import layers as lora_layers
 from segtrain.lora.frozen import dense_shape
 from segtrain.lora.layers import EXPERTS, Lora, swapped
 from segtrain.memory.doors import Seen, doors
-from segtrain.memory.graph import Graph, trace, trace_vjp
+from segtrain.memory.graph import QUEUES, Graph, Queue, trace, trace_vjp
 from segtrain.memory.meter import frozen_bytes
 from segtrain.memory.shapes import Layer, Line, Linear, Model, Pass
 from segtrain.models import quantise
@@ -63,7 +63,7 @@ def unread(config: Mapping[str, Any], adapter: Callable[[int], Mapping[str, Any]
     try:
         lora = lora_layers.attach(model, **adapter(len(model.layers)), evaluate=False)
         _empty(model)
-        with doors(Seen(), "cpu"):  # no attention is called for, and none of its kernels
+        with doors(Seen(QUEUES["cpu"]), "cpu"):  # no attention is called for, and none of its kernels
             return Subject(model, LayerStack(model), lora)
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -88,7 +88,7 @@ def quantised(config: Mapping[str, Any], kind: int | str) -> tuple[dict[str, Any
 
 def read(subject: Subject, backend: str, config: Mapping[str, Any]) -> Model:
     """The shapes of a model as `backend` (cpu, cuda, metal) would run it."""
-    seen = Seen()
+    seen = Seen(QUEUES[backend])
     frozen = places([*subject.stack.layers, *subject.stack.ends])  # may not be in memory
     nothing = [mx.broadcast_to(mx.zeros((), module[key].dtype), module[key].shape) for module, key in frozen]
     mx.eval(nothing)
@@ -231,7 +231,7 @@ class _Reader:
         chunked: list[nn.Module] = []
         rest = mlp = None
         try:
-            whole = _passes(lambda rows: self._graph(i, rows))
+            whole = self._passes(lambda rows: self._graph(i, rows))
             attention, scans = tuple(self.seen.attention), self.seen.measured_scans()
             chunked, rest, mlp = self._chunked(i, tokenwise_modules(layer))
         except ValueError:  # a model that looks at values, or an operation that MLX can't hand out
@@ -253,12 +253,15 @@ class _Reader:
     def _chunked(self, i: int, modules: list[nn.Module]) -> tuple[list[nn.Module], Pass | None, Pass | None]:
         """Modules that can work on some tokens at a time; passes of the rest of the layer, and theirs."""
         given: dict[int, mx.array] = {}
-        rest = _passes(lambda rows: self._graph_without(i, rows, modules, given)) if modules else None
+        rest = self._passes(lambda rows: self._graph_without(i, rows, modules, given)) if modules else None
         taken = [module for number, module in enumerate(modules) if number in given]
         if rest is None or len(taken) < len(modules):
             return [], None, None
-        passes = [_passes(partial(_graph_of, module, given[number])) for number, module in enumerate(modules)]
+        passes = [self._passes(partial(_graph_of, module, given[number])) for number, module in enumerate(modules)]
         return modules, rest, reduce(_sum, passes)
+
+    def _passes(self, graph: Callable[[int], Graph]) -> Pass:
+        return _passes(graph, self.seen.queue)
 
     def _graph(self, i: int, rows: int) -> Graph:
         """The graph of layer `i`'s vjp on `rows` tokens."""
@@ -345,7 +348,7 @@ def _linear(path: str, module: nn.Module, chosen: int, tokenwise: bool) -> Linea
     return Linear(name, inputs, outputs, outer[0] if outer else 0, chosen, tokenwise, "scales" in module)
 
 
-def _passes(graph: Callable[[int], Graph]) -> Pass:
+def _passes(graph: Callable[[int], Graph], queue: Queue) -> Pass:
     graphs = [graph(rows) for rows in LENGTHS]
     pairs = any(buffer.shape[-2:] == (LENGTHS[-1],) * 2 for buffer in graphs[-1].buffers if buffer.maker >= 0)
 
@@ -355,8 +358,8 @@ def _passes(graph: Callable[[int], Graph]) -> Pass:
     return Pass(
         line(lambda g: g.residual),
         line(lambda g: g.fused_residual),
-        line(lambda g: g.peak - g.residual),
-        line(lambda g: g.forward),
+        line(lambda g: g.peak(queue) - g.residual),
+        line(lambda g: g.forward(queue)),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from segtrain.memory.graph import trace_vjp
+from segtrain.memory.graph import Queue, trace_vjp
 from segtrain.memory.shapes import Attention, Scan
 from segtrain.models import stream_ops
 from segtrain.models.stream_ops import Causal, StreamCache
@@ -28,6 +28,7 @@ GROUP = 1024  # tokens at most that a scan's group is looked at with; a longer o
 class Seen:
     """The calls of attention and scans since it was last cleared; a scan's with its chunk and a group's inputs."""
 
+    queue: Queue  # of the device
     attention: list[Attention] = field(default_factory=list)
     scans: list[tuple[Scan, Callable, list[mx.array], int]] = field(default_factory=list)
     _held: dict[Scan, float] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class Seen:
             outer = [mx.zeros(x.shape, x.dtype) for x in chunk(*given)]
 
             graph = trace_vjp(lambda *x: list(chunk(*x)), given, outer)
-            self._held[scan] = graph.peak * scan.group / rows
+            self._held[scan] = graph.peak(self.queue) * scan.group / rows
         return self._held[scan]
 
     def clear(self) -> None:

@@ -1,13 +1,13 @@
 """Constants of the estimate, fitted to measured peaks. Written by `python benchmarks/fit.py`.
 
-CPU, 124 settings: error of the whole peak 1.8% in the median, 31.2% at worst;
-of what is above the model 3.0% and 35.2%.
+CPU, 124 settings: error of the whole peak 1.4% in the median, 10.8% at worst;
+of what is above the model 2.4% and 12.2%.
 
 GPU, 24 settings: error of the whole peak 0.8% in the median, 4.0% at worst;
 of what is above the model 2.1% and 19.5%.
 """
 
-CPU_RUN_AHEAD = 1.0  # of what the graph says comes and goes in a backward pass
+CPU_RUN_AHEAD = 0.8  # of what the graph says comes and goes in a backward pass
 CPU_FUSED = 0.65  # of that, in compiled segments
 CPU_UNPACKING = 11.0  # bytes for each packed weight being expanded, beside its dense copy
 TILES = 8.0  # tiles of scores at work at a time, in attention by blocks

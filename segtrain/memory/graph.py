@@ -6,9 +6,11 @@ operation takes over the buffer of an input that nothing else needs.
 
 For a backward pass, `residual` is what its forward part (what the outputs need) leaves for the rest, and `peak` the
 most that all buffers hold together. Operations go in MLX's own order: breadth first from the results, within a width,
-backwards. Evaluation runs ahead: a buffer is free only `RUN_AHEAD` operations after its last use was begun.
+backwards. Evaluation runs ahead of the device (`Queue`): a buffer is free only once its last use has been computed, and
+only then can a result take it over.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -19,7 +21,6 @@ import mlx.core as mx
 
 NOT_MADE = -2  # the maker of a buffer that no operation in the order has made
 WIDTH = 20  # of the tape that MLX builds breadth first
-RUN_AHEAD = 22  # operations, as the peaks of single layers on CPU tell it
 ONES = ("Reshape", "Flatten", "Unflatten", "ExpandDims", "Squeeze")
 VIEWS = {"Transpose", "Broadcast", "BroadcastAxes", "AsStrided", "Slice", "Split", "StopGradient", "Depends", "View"}
 PRODUCTS = {"Matmul", "AddMM", "QuantizedMatmul", "GatherMM", "GatherQMM", "Convolution", "BlockMaskedMM"}
@@ -31,6 +32,19 @@ OTHERS = {
 }
 
 
+@dataclass(frozen=True)
+class Queue:
+    """How far evaluation runs ahead: `length` tasks wait, of which an operation is `computed` or, as a view, `viewed`."""
+
+    length: int
+    computed: int = 1
+    viewed: int = 1
+
+
+QUEUES = {"cpu": Queue(100, computed=2), "cuda": Queue(22), "metal": Queue(22)}
+"""By backend. The CPU's is MLX's own (10 tasks of 10 dispatches), the others' are what measured peaks tell."""
+
+
 @dataclass
 class Buffer:
     """`size` in bytes; who made it and who needs it, by operation; -1: given from outside."""
@@ -39,7 +53,6 @@ class Buffer:
     maker: int
     shape: tuple[int, ...]
     uses: list[int] = field(default_factory=list)
-    taken: bool = False  # its only user takes it over for its result
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,11 @@ class Operation:
     inputs: tuple[int, ...]  # buffers
     outputs: tuple[int, ...]
     backward: bool
+
+    @property
+    def views(self) -> bool:
+        """Whether it computes nothing."""
+        return set(self.outputs) <= set(self.inputs)
 
     @property
     def fuses(self) -> bool:
@@ -70,25 +88,40 @@ class Graph:
         """The same where elementwise operations are compiled: what products make or need is left, and nothing else."""
         return sum(self.buffers[i].size for i in self._left if self._of_product(i))
 
-    @property
-    def peak(self) -> int:
+    def peak(self, queue: Queue) -> int:
         """The most bytes that all buffers hold together."""
-        return self._most(set(range(len(self.operations))))
+        return self._most(queue, set(range(len(self.operations))))
 
-    @property
-    def forward(self) -> int:
+    def forward(self, queue: Queue) -> int:
         """The same of the forward part, run by itself."""
-        return self._most({place for place, operation in enumerate(self.operations) if not operation.backward})
+        return self._most(queue, {place for place, operation in enumerate(self.operations) if not operation.backward})
 
-    def _most(self, places: Set[int]) -> int:
+    def _most(self, queue: Queue, places: Set[int]) -> int:
+        begun = list(accumulate(queue.viewed if x.views else queue.computed for x in self.operations))
+        heirs = self._heirs(queue, begun)
         changes: dict[int, int] = {}
-        for buffer in self.buffers:
+        for number, buffer in enumerate(self.buffers):
             if buffer.maker in places:
-                last = max((use for use in buffer.uses if use in places), default=len(self.operations))
-                free = last + (0 if buffer.taken else RUN_AHEAD)
+                last = max((use for use in buffer.uses if use in places), default=len(begun) - 1)
+                free = last if last == heirs.get(number) else bisect_left(begun, begun[last] + queue.length)
                 for place, size in ((buffer.maker, buffer.size), (free, -buffer.size)):
                     changes[place] = changes.get(place, 0) + size
         return max(accumulate(changes[place] for place in sorted(changes)), default=0)
+
+    def _heirs(self, queue: Queue, begun: list[int]) -> dict[int, int]:
+        """By buffer, the elementwise operation whose result takes it over: its last user, when the others are done."""
+        heirs: dict[int, int] = {}
+        for place, operation in enumerate(self.operations):
+            made = [number for number in operation.outputs if self.buffers[number].maker == place]
+            for result in made if operation.fuses else ():
+                for given in operation.inputs:
+                    *others, last = self.buffers[given].uses
+                    done = last == place and all(begun[use] + queue.length <= begun[place] for use in others)
+                    same = self.buffers[given].size == self.buffers[result].size
+                    if self.buffers[given].maker >= 0 and done and same and given not in heirs:
+                        heirs[given] = place
+                        break
+        return heirs
 
     @property
     def _left(self) -> Iterator[int]:
@@ -183,7 +216,7 @@ class _Reader:
                     self.buffers[array.buffer].maker = place
             given, made = (tuple(x.buffer for x in arrays) for arrays in (call.given, call.made))
             operations.append(Operation(call.name, given, made, number not in forward))
-        return Graph(operations, _taken_over(operations, self.buffers))
+        return Graph(operations, self.buffers)
 
     def _needed(self, roots: Sequence[int]) -> set[int]:
         """The calls that these calls need, themselves among them."""
@@ -241,18 +274,6 @@ class _Reader:
         shape = tuple(shape)
         self.arrays[key] = _Array(len(self.buffers), shape, _row_major(shape))
         self.buffers.append(Buffer(prod(shape) * dtype.size, maker, shape))
-
-
-def _taken_over(operations: list[Operation], buffers: list[Buffer]) -> list[Buffer]:
-    """`buffers` where elementwise results take over an operand's that nothing else needs."""
-    for operation in operations:
-        for made in operation.outputs if operation.fuses else ():
-            for given in operation.inputs:
-                free = buffers[given].maker >= 0 and len(buffers[given].uses) == 1 and given != made
-                if free and buffers[given].size == buffers[made].size and buffers[made].maker >= 0:
-                    buffers[given].taken = True
-                    break
-    return buffers
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
