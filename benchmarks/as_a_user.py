@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,8 @@ SMALL: dict[str, dict[str, Any]] = {
         "cached, segmented": {"dpo.reference": "cached", "engine.backward": "segmented"}}),
 }  # fmt: skip
 UPDATES, TIMEOUT = 6, 170
+PLAN = {"backward", "segment_size", "head_chunk", "keep", "boundaries", "lookahead", "mlp_rows", "dequantize",
+        "compiled", "tight"}  # fmt: skip
 
 
 def rows_of(given: dict[str, Any]) -> list[dict[str, str]]:
@@ -242,6 +245,42 @@ def run_case(name: str, given: dict[str, Any], folder: Path, asked: argparse.Nam
         with tempfile.TemporaryDirectory(dir=folder) as out:
             found = mlx_lm(given, batch, model, data, Path(out))
         yield about | {"system": "mlx-lm", "setting": f"batch {batch}"} | found
+
+
+def planned_lines(path: Path) -> list[dict[str, Any]]:
+    """Of each case and setting of one row an update, weights in memory, the last line that has a plan and a peak."""
+    found = {}
+    for line in json_lines(path):
+        given = CASES.get(line.get("case", ""), {})
+        plain = given.get("rows") == 1 and given.get("command", SFT) == SFT and "streamed" not in line["case"]
+        if line.get("system") == "segtrain" and plain and line.get("plan") and "peak_gib" in line:
+            found[line["case"], line["setting"]] = line
+    return [*found.values()]
+
+
+@lru_cache
+def shapes_of(shape: str, bits: int, adapter: str) -> Any:
+    """A model's shapes on CUDA, as the command reads them; `adapter`: JSON of what its recipe asks for."""
+    from segtrain.memory import anatomy
+
+    packing = {"quantization": {"group_size": 64, "bits": bits}} if bits else {}
+    options = {"rank": 8, "scale": 20.0, **json.loads(adapter)}
+    return anatomy.of_config(user_models.SHAPES[shape] | packing, "cuda", lambda layers: options)
+
+
+def predicted(line: dict[str, Any]) -> tuple[Any, int]:
+    """Today's estimate for one of `planned_lines`, which nothing measured has corrected; and the model's bytes."""
+    from segtrain.memory.backends import BACKENDS, CUDA_BUFFERS, with_buffers
+    from segtrain.memory.estimate import Estimator
+    from segtrain.memory.plan import Plan
+    from segtrain.memory.rows import sft
+
+    keys = CASES[line["case"]]["settings"][line["setting"]]
+    adapter = json.dumps({"kind": keys["lora.kind"]} if "lora.kind" in keys else {})
+    model = shapes_of(line["shape"], line["bits"], adapter)
+    estimator = Estimator(model, with_buffers(BACKENDS["cuda"], CUDA_BUFFERS))
+    plan = Plan(**{key: value for key, value in line["plan"].items() if key in PLAN})
+    return estimator.peak(sft(line["tokens"][1]), plan), estimator.resident
 
 
 def machine() -> dict[str, Any]:

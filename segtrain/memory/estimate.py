@@ -351,7 +351,8 @@ class Estimator:
         """Everything live at once: all layers' residuals, and the logits of all rows."""
         b, V = self.model.dtype_bytes, self.model.vocabulary
         trained = range(self.lowest, len(self.model.layers))
-        held = sum(self.residuals(i, extent, compiled=plan.compiled) for i in trained for extent in row.extents)
+        # Compiled or not: in a graph of all layers little is fused away.
+        held = sum(self.residuals(i, extent) for i in trained for extent in row.extents)
         edges = sum(self.boundary(rows) for rows in row.streams)
         made = max(self.temporaries(i, max(row.extents)) for i in trained)
         logits = float(V * sum(map(sum, row.scored)) * (fitted.FULL_FLOAT32 if b == 4 else fitted.FULL_HALF))

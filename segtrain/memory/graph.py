@@ -28,21 +28,21 @@ OTHERS = {
     *("Reduce", "ArgReduce", "Softmax", "LogSumExp", "Sort", "ArgSort", "Partition", "ArgPartition", "Scan"),
     *("Gather", "GatherAxis", "Scatter", "ScatterAxis", "Slice", "SliceUpdate", "DynamicSlice", "DynamicSliceUpdate"),
     *("Concatenate", "Pad", "Arange", "Full", "RandomBits", "FFT", "Inverse", "Cholesky"),
-    *("Sinh", "Cosh"),  # `doors`: a norm that is one kernel
 }
+STAND_INS = {"Sinh", "Cosh"}  # `doors`: a norm that is one kernel; `Cosh` is in the gradient of tanh too
 
 
 @dataclass(frozen=True)
 class Queue:
-    """How far evaluation runs ahead: `length` tasks wait, of which an operation is `computed` or, as a view, `viewed`."""
+    """How far evaluation runs ahead: `length` tasks wait, `computed` of an operation, `viewed` of one that is a view."""
 
     length: int
     computed: int = 1
     viewed: int = 1
 
 
-QUEUES = {"cpu": Queue(100, computed=2), "cuda": Queue(22), "metal": Queue(22)}
-"""By backend. The CPU's is MLX's own (10 tasks of 10 dispatches), the others' are what measured peaks tell."""
+QUEUES = {"cpu": Queue(110, computed=2), "cuda": Queue(22), "metal": Queue(22)}
+"""By backend. The CPU's is MLX's own (11 tasks of 10 dispatches), the others' are what measured peaks tell."""
 
 
 @dataclass
@@ -70,6 +70,11 @@ class Operation:
     @property
     def fuses(self) -> bool:
         """Whether a compiled graph would work it into a kernel with its neighbours."""
+        return self.name not in PRODUCTS | OTHERS | STAND_INS
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether its result can lie where an operand lay."""
         return self.name not in PRODUCTS | OTHERS
 
 
@@ -113,9 +118,9 @@ class Graph:
         heirs: dict[int, int] = {}
         for place, operation in enumerate(self.operations):
             made = [number for number in operation.outputs if self.buffers[number].maker == place]
-            for result in made if operation.fuses else ():
+            for result in made if operation.takes_over else ():
                 for given in operation.inputs:
-                    *others, last = self.buffers[given].uses
+                    *others, last = self.buffers[given].uses or [-1]
                     done = last == place and all(begun[use] + queue.length <= begun[place] for use in others)
                     same = self.buffers[given].size == self.buffers[result].size
                     if self.buffers[given].maker >= 0 and done and same and given not in heirs:
@@ -209,8 +214,10 @@ class _Reader:
         operations = []
         for place, number in enumerate(order):
             call = self.calls[number]
+            views = {array.buffer for array in call.made}  # it gives on what it is given, and holds nothing itself
             for array in call.given:
-                self.buffers[array.buffer].uses.append(place)
+                if array.buffer not in views:
+                    self.buffers[array.buffer].uses.append(place)
             for array in call.made:
                 if self.buffers[array.buffer].maker == NOT_MADE:
                     self.buffers[array.buffer].maker = place
