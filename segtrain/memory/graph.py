@@ -34,7 +34,7 @@ STAND_INS = {"Sinh", "Cosh"}  # `doors`: a norm that is one kernel; `Cosh` is in
 
 @dataclass(frozen=True)
 class Queue:
-    """How far evaluation runs ahead: `length` tasks wait, `computed` of an operation, `viewed` of one that is a view."""
+    """How far evaluation runs ahead: `length` tasks wait, `computed` an operation, `viewed` one that is a view."""
 
     length: int
     computed: int = 1
