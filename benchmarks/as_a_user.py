@@ -271,6 +271,7 @@ def shapes_of(shape: str, bits: int, adapter: str) -> Any:
 def predicted(line: dict[str, Any]) -> tuple[Any, int]:
     """Today's estimate for one of `planned_lines`, which nothing measured has corrected; and the model's bytes."""
     from segtrain.memory.backends import BACKENDS, CUDA_BUFFERS, with_buffers
+    from segtrain.memory.choices import aligned
     from segtrain.memory.estimate import Estimator
     from segtrain.memory.plan import Plan
     from segtrain.memory.rows import sft
@@ -278,9 +279,10 @@ def predicted(line: dict[str, Any]) -> tuple[Any, int]:
     keys = CASES[line["case"]]["settings"][line["setting"]]
     adapter = json.dumps({"kind": keys["lora.kind"]} if "lora.kind" in keys else {})
     model = shapes_of(line["shape"], line["bits"], adapter)
-    estimator = Estimator(model, with_buffers(BACKENDS["cuda"], CUDA_BUFFERS))
+    backend = with_buffers(BACKENDS["cuda"], CUDA_BUFFERS)
+    estimator, row = Estimator(model, backend), aligned(sft(line["tokens"][1]), backend)
     plan = Plan(**{key: value for key, value in line["plan"].items() if key in PLAN})
-    return estimator.peak(sft(line["tokens"][1]), plan), estimator.resident
+    return estimator.peak(row, plan), estimator.resident
 
 
 def machine() -> dict[str, Any]:

@@ -31,7 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                          "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 4,
                          "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 1024,
                          "sliding_window_pattern": 6, "vocab_size": 262208, "rope_local_base_freq": 10000.0,
-                         "tie_word_embeddings": True},
+                         "tie_word_embeddings": False},
     "qwen3-moe-6-layers": {**COMMON, "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 6,
                            "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
                            "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
