@@ -33,7 +33,7 @@ from segtrain.models.ends import SMALL, Block, ends_of
 from segtrain.models.page_cache import outgrown_by, read_past
 from segtrain.models.room import DriverError, GpuMemory, gpu_memory, unwritten
 
-THREADS = 8  # read at a time: on one GPU machine an update took 2.1 s with eight and 2.7 s with four
+THREADS = 8  # read at a time: what it takes to reach the speed of a fast disk, and of the bus to a GPU
 PIECE = 16 << 20  # bytes that one thread reads at a time
 
 Key: TypeAlias = tuple[int, str]
