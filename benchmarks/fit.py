@@ -5,17 +5,20 @@
 
 It measures nothing. What is fitted is the peak above the model's weights, in logarithms, of all lines in the results of
 `plan_accuracy.py` (CPU), of its GPU set and of `as_a_user.py` (one row an update); an estimate that is too low counts
-twice. One constant at a time is moved, from the values in `CONSTANTS`, as long as that helps: so the same results
-always give the same table.
+twice. Two constants of the time model are fitted to the seconds in these results, of bfloat16 at the 8B shape: plans
+for the same row are compared. One constant at a time is moved, from the values in `CONSTANTS`, as long as that helps:
+so the same results always give the same table.
 """
 
 import argparse
 import json
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import as_a_user
@@ -23,12 +26,16 @@ import plan_accuracy
 import plan_accuracy_gpu
 
 from segtrain.memory import backends, fitted
+from segtrain.memory.plan import Plan
+from segtrain.memory.rows import sft
+from segtrain.memory.timing import DEFAULTS, Timer
 
 RESULTS = Path(__file__).parent / "results"
 TABLE = Path(__file__).parents[1] / "segtrain" / "memory" / "fitted.py"
 FACTORS = (0.8, 0.9, 0.95, 1.05, 1.1, 1.25)
 ROUNDS = 4
 ENOUGH = 1e-4  # a smaller gain, of the mean square, moves nothing
+LONG = 4096  # tokens: shorter rows are bound by launching operations
 GIB, MIB = 2**30, 2**20
 
 
@@ -61,7 +68,10 @@ CONSTANTS: dict[str, Constant] = {
     "TIGHT_WORKSPACE": Constant(0.4, "gpu", "of the workspace, where the device waits for memory"),
     "TIGHT_DENSE": Constant(0.4, "gpu", "of a layer's dense copies, there"),
     "TIGHT_UNCOMPILED": Constant(2.0, "gpu", "of temporaries there, where the segment isn't compiled"),
+    "AGAIN": Constant(1.0, "time", "of a layer's products in forward: the time of computing it again"),
+    "AGAIN_KEPT": Constant(0.2, "time", "the same where its products are kept, for its elementwise operations"),
 }
+RESULTS_FITTED = tuple(dict.fromkeys(constant.results for constant in CONSTANTS.values()))
 
 
 def lines(results: str) -> list[dict]:
@@ -70,7 +80,18 @@ def lines(results: str) -> list[dict]:
         return [line for file in files if "gpu" not in file.name for line in plan_accuracy.read(file)]
     text = (RESULTS / "plan_accuracy_gpu.jsonl").read_text()
     found = [line for line in map(json.loads, text.splitlines()) if "measured_gib" in line]
-    return found + as_a_user.planned_lines(RESULTS / "as_a_user.jsonl")
+    found += as_a_user.planned_lines(RESULTS / "as_a_user.jsonl")
+    return found if results == "gpu" else [line for line in found if is_timed(line)]
+
+
+def is_timed(line: dict) -> bool:
+    """Whether its seconds are those of products: dense, and of a long row."""
+    dense = line["shape"] == "llama-8b" and not line["bits"] if "case" in line else line["dtype"] == "bfloat16"
+    return dense and line.get("layout", "sft") == "sft" and length(line) >= LONG
+
+
+def length(line: dict) -> int:
+    return int(line["tokens"][1] if "case" in line else line["tokens"])
 
 
 def pair(results: str, line: dict) -> tuple[float, float, float]:
@@ -91,19 +112,33 @@ def use(values: dict[str, float]) -> None:
     backends.BACKENDS.update(backends.table())
 
 
-def loss(results: str, found: list[dict]) -> float:
-    """The mean square of log(estimated / measured) above the model, an estimate too low counted twice."""
-    total = 0.0
+def errors(results: str, found: list[dict]) -> list[float]:
+    """log(estimated / measured): of the bytes above the model, or of the seconds."""
+    if results == "time":
+        return slowness(found)
+    pairs = (pair(results, line) for line in found)
+    return [math.log(max(guess - base, 1e-3) / (real - base)) for guess, real, base in pairs]
+
+
+def slowness(found: list[dict]) -> list[float]:
+    """log(estimated / measured) of each plan's time, by the rate that suits all plans for a row of its length best."""
+    speed = replace(DEFAULTS["cuda"], again=(fitted.AGAIN, fitted.AGAIN_KEPT))
+    timer = Timer(plan_accuracy_gpu.shapes_of("8b", "bfloat16"), backends.BACKENDS["cuda"], speed=speed)
+    alike = defaultdict(list)
     for line in found:
-        guess, real, base = pair(results, line)
-        error = math.log(max(guess - base, 1e-3) / (real - base))
-        total += error * error * (2 if error < 0 else 1)
-    return total / len(found)
+        plan = Plan(**{key: value for key, value in line["plan"].items() if key in as_a_user.PLAN})
+        alike[length(line)].append(math.log(timer.cost(sft(length(line) + 1), plan) / line["seconds"]))
+    return [value - fmean(values) for values in alike.values() for value in values]
+
+
+def loss(results: str, found: list[dict]) -> float:
+    """The mean square of `errors`; bytes estimated too low count twice."""
+    return fmean(x * x * (2 if x < 0 and results != "time" else 1) for x in errors(results, found))
 
 
 def fit() -> dict[str, float]:
     values = {name: constant.start for name, constant in CONSTANTS.items()}
-    for results in ("cpu", "gpu"):
+    for results in RESULTS_FITTED:
         found, own = lines(results), [name for name, constant in CONSTANTS.items() if constant.results == results]
         use(values)
         best = loss(results, found)
@@ -127,12 +162,15 @@ def _around(value: float) -> Iterator[float]:
 
 def table(values: dict[str, float]) -> str:
     """The module that the estimate imports, with the residuals in its docstring."""
-    parts = [*TABLE.read_text().split('"""')[1].split("\n\n")[:1], *(residuals(results) for results in ("cpu", "gpu"))]
+    parts = [*TABLE.read_text().split('"""')[1].split("\n\n")[:1], *map(residuals, RESULTS_FITTED)]
     body = "".join(f"{name} = {values[name]}  # {CONSTANTS[name].meaning}\n" for name in CONSTANTS)
     return '"""' + "\n\n".join(parts) + f'\n"""\n\n{body}'
 
 
 def residuals(results: str) -> str:
+    if results == "time":
+        sizes = [abs(math.expm1(x)) for x in slowness(lines(results))]
+        return f"Time, {len(sizes)} plans: error {median(sizes):.1%} in the median, {max(sizes):.1%} at worst."
     whole, above = [], []
     for line in lines(results):
         guess, real, base = pair(results, line)

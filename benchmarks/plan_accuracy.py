@@ -4,7 +4,9 @@
     python benchmarks/plan_accuracy.py --only llama bfloat16 --out mine.jsonl
     python benchmarks/plan_accuracy.py --compare            the kept measurements against today's estimate
 
-`--compare` measures nothing, prints every case and the errors' median and worst, and draws docs/plan_accuracy.svg.
+`--compare` measures nothing, prints every case and the errors' median and worst, and draws a picture, for the main set
+docs/plan_accuracy.svg. Where the same model, settings and layout were measured on a shorter row too, it also says the
+error after one step on that row: the estimate is corrected by it as a run corrects its own.
 
 A case is a small random model of a real family, a row, a dtype and the engine's settings. `measured_mb` is the highest
 `mx.get_peak_memory` of one step, the model included (the process had allocated nothing before it), in MiB; an AdamW
@@ -141,8 +143,9 @@ def cases() -> list[dict[str, Any]]:
 
 
 def family_cases() -> list[dict[str, Any]]:
-    """Each family with each kind of row, in full and lean."""
+    """Each family with each kind of row, in full and lean, and half as long: what a run's first step may have seen."""
     rows = [sft(512), preference("pair", 256, 128), preference("shared", 256, 128)]
+    rows += [sft(256), preference("pair", 128, 64), preference("shared", 128, 64)]
     return [
         {"family": family, "dtype": "float32", "row": row, "engine": engine}
         for family in CONFIGS
@@ -174,11 +177,14 @@ def tuning_cases() -> list[dict[str, Any]]:
     return found
 
 
+def tokens(case: dict[str, Any]) -> int:
+    row = case["row"]
+    return int(row.get("length") or row["prompt"] + row["chosen"] + row["rejected"])
+
+
 def expense(case: dict[str, Any]) -> float:
     """Cheap cases first; packed and half-precision products are slow on a CPU."""
-    row = case["row"]
-    tokens = row.get("length") or row["prompt"] + row["chosen"] + row["rejected"]
-    return tokens * {"float32": 1, "bfloat16": 4, "4bit": 20}[case["dtype"]]
+    return tokens(case) * {"float32": 1, "bfloat16": 4, "4bit": 20}[case["dtype"]]
 
 
 def build(family: str, dtype: str) -> Any:
@@ -301,41 +307,65 @@ def shapes_of(family: str, dtype: str) -> Any:
     return anatomy.of_config(config, "cpu")
 
 
-def predicted(line: dict[str, Any]) -> float:
-    """Today's estimate for a measured case, MiB."""
-    from segtrain.memory import rows
+def predicted(line: dict[str, Any], step: dict[str, Any] | None = None) -> float:
+    """Today's estimate for a measured case, MiB; `step`: corrected by another case of the model, as a run does."""
     from segtrain.memory.backends import BACKENDS
+    from segtrain.memory.corrections import Corrections
     from segtrain.memory.estimate import Estimator
+
+    estimator = Estimator(shapes_of(line["family"], line["dtype"]), BACKENDS["cpu"])
+    plan, fixed, corrections = plan_of(line), estimator.fixed, Corrections()
+    if step is not None:
+        before = estimator.peak(shape_of(step), plan_of(step)).bytes
+        corrections.learn(plan_of(step), before - fixed, step["measured_mb"] * MIB - fixed)
+    above = estimator.peak(shape_of(line), plan).bytes - fixed
+    return (fixed + corrections.ratio(plan) * above) / MIB
+
+
+def plan_of(line: dict[str, Any]) -> Any:
     from segtrain.memory.plan import Plan
 
-    dtype, row = line["dtype"], line["row"]
+    return Plan(**{"backward": "segmented", "head_chunk": 256, **line["engine"]})
+
+
+def shape_of(line: dict[str, Any]) -> Any:
+    from segtrain.memory import rows
+
+    row = line["row"]
     if row["layout"] == "sft":
-        shape = rows.sft(row["length"] + 1)
-    else:
-        build = rows.pair if row["layout"] == "pair" else rows.shared
-        shape = build(row["prompt"], row["chosen"], row["rejected"])
-    plan = Plan(**{"backward": "segmented", "head_chunk": 256, **line["engine"]})
-    return Estimator(shapes_of(line["family"], dtype), BACKENDS["cpu"]).peak(shape, plan).bytes / MIB
+        return rows.sft(row["length"] + 1)
+    return (rows.pair if row["layout"] == "pair" else rows.shared)(row["prompt"], row["chosen"], row["rejected"])
+
+
+def step_before(line: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The longest row measured that is shorter than this one, of the same model, settings and layout."""
+
+    def alike(case: dict[str, Any]) -> list[Any]:
+        return [*(case[name] for name in ("family", "dtype", "engine")), case["row"]["layout"]]
+
+    shorter = [x for x in lines if alike(x) == alike(line) and tokens(x) < tokens(line)]
+    return max(shorter, key=tokens, default=None)
 
 
 def compare(path: Path) -> None:
-    """Print each case's error, and draw them."""
+    """Print each case's error, before and after a step, and draw those before."""
     from draw_plan_accuracy import draw
 
-    points = []
-    for line in read(path):
-        guess, real = predicted(line), line["measured_mb"]
+    points, after, lines = [], [], read(path)
+    for line in lines:
+        guess, real, step = predicted(line), line["measured_mb"], step_before(line, lines)
         points.append((line["family"], real, guess))
-        print(
-            f"{guess / real - 1:+7.1%} {guess:8.1f} {real:8.1f}",
-            line["family"],
-            line["dtype"],
-            line["row"],
-            line["engine"],
-        )
-    errors = [abs(guess / real - 1) for _, real, guess in points]
-    print(f"{len(errors)} cases: median {median(errors):.1%}, worst {max(errors):.1%}")
-    draw(points, Path(__file__).parents[1] / "docs" / "plan_accuracy.svg")
+        corrected = ""
+        if step:
+            after.append(predicted(line, step) / real - 1)
+            corrected = f"{after[-1]:+7.1%}"
+        case = (line["family"], line["dtype"], line["row"], line["engine"])
+        print(f"{guess / real - 1:+7.1%} {corrected:7} {guess:8.1f} {real:8.1f}", *case)
+    for name, errors in (("", [guess / real - 1 for _, real, guess in points]), (" after one step", after)):
+        sizes = [*map(abs, errors)] or [0.0]
+        print(f"{len(errors)} cases{name}: median {median(sizes):.1%}, worst {max(sizes):.1%}")
+    if path == OUT:
+        draw(points, Path(__file__).parents[1] / "docs" / "plan_accuracy.svg")
 
 
 def environment() -> dict[str, str]:

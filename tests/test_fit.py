@@ -24,7 +24,8 @@ def committed(fit: ModuleType) -> dict[str, float]:
 
 def test_each_constant_is_fitted_and_each_fitted_one_is_used(fit: ModuleType) -> None:
     assert {name for name in vars(fitted) if name.isupper()} == set(fit.CONSTANTS)
-    code = "".join((ROOT / "segtrain" / "memory" / f"{name}.py").read_text() for name in ("estimate", "backends"))
+    memory = ROOT / "segtrain" / "memory"
+    code = "".join((memory / f"{name}.py").read_text() for name in ("estimate", "backends", "timing"))
     assert all(f"fitted.{name}" in code for name in fit.CONSTANTS)
 
 
@@ -32,7 +33,7 @@ def test_each_constant_is_fitted_and_each_fitted_one_is_used(fit: ModuleType) ->
 def test_the_committed_table_is_better_than_where_the_fit_starts(fit: ModuleType) -> None:
     kept = committed(fit)
     try:
-        for results in ("cpu", "gpu"):
+        for results in fit.RESULTS_FITTED:
             found = fit.lines(results)
             after = fit.loss(results, found)
             fit.use({name: constant.start for name, constant in fit.CONSTANTS.items()})

@@ -25,3 +25,5 @@ KEPT_RUN_AHEAD = 0.853  # of what comes and goes in a segment whose products are
 TIGHT_WORKSPACE = 0.55  # of the workspace, where the device waits for memory
 TIGHT_DENSE = 0.4  # of a layer's dense copies, there
 TIGHT_UNCOMPILED = 2.2  # of temporaries there, where the segment isn't compiled
+AGAIN = 0.8
+AGAIN_KEPT = 0.2

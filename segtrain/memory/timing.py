@@ -8,7 +8,8 @@ With frozen weights a matrix product's backward costs as much as its forward, at
 
 `OVERHEAD` tokens stand for what a layer's pass costs however short the row is. On a fast GPU, short rows are bound by
 the time it takes to hand it the operations, of which segments have far more than full backward: `Speed.launch`. The
-factors were fitted to an H200's times at the 8B shape (`benchmarks/plan_accuracy.py --set gpu`, `benchmarks/floor.py`).
+factors are of an H200's times at the 8B shape (`benchmarks/plan_accuracy.py --set gpu`, `benchmarks/floor.py`); what
+computing a layer again costs is fitted to them by `benchmarks/fit.py`.
 """
 
 from collections import Counter
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from segtrain.engine.segments import layer_cuts
+from segtrain.memory import fitted
 from segtrain.memory.backends import Backend
 from segtrain.memory.plan import Plan
 from segtrain.memory.rows import Extent, RowShape
@@ -26,7 +28,6 @@ ATTENTION_BACKWARD = 2.5
 LOOKAHEAD = (1.0, 0.99, 0.98)
 COMPILED = 0.95
 LAUNCH = (1600, 5000, 3000)
-AGAIN = (0.8, 0.17)  # full, 28, 24 and no layers kept of 32: 0.71, 0.78, 0.79 and 0.89 s at 8,192 tokens
 TIGHT = 1.04  # a step whose device waits for memory
 EDGE_TOKENS = 4  # what one more segment costs, in tokens of a layer
 
@@ -50,7 +51,14 @@ class Speed:
 
 DEFAULTS = {
     "cpu": Speed(),
-    "cuda": Speed(packed=3.0, lookahead=LOOKAHEAD, compiled=COMPILED, mlp_chunks=1.0, launch=LAUNCH, again=AGAIN),
+    "cuda": Speed(
+        packed=3.0,
+        lookahead=LOOKAHEAD,
+        compiled=COMPILED,
+        mlp_chunks=1.0,
+        launch=LAUNCH,
+        again=(fitted.AGAIN, fitted.AGAIN_KEPT),
+    ),
     "metal": Speed(packed=1.0, lookahead=LOOKAHEAD, compiled=COMPILED),
 }
 
