@@ -33,7 +33,7 @@ def test_each_constant_is_fitted_and_each_fitted_one_is_used(fit: ModuleType) ->
 def test_the_committed_table_is_better_than_where_the_fit_starts(fit: ModuleType) -> None:
     kept = committed(fit)
     try:
-        for results in fit.RESULTS_FITTED:
+        for results in fit.ENOUGH:
             found = fit.lines(results)
             after = fit.loss(results, found)
             fit.use({name: constant.start for name, constant in fit.CONSTANTS.items()})
