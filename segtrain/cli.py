@@ -167,20 +167,20 @@ _training_command(
 )
 _training_command(
     "simpo",
-    "Preference fine-tuning by mean log-probs (SimPO).\n\nThe chosen answer is to be likelier per token than the "
+    "Preference fine-tuning by mean log-probs (SimPO).\n\nMakes the chosen answer likelier per token than the "
     "rejected one, by a margin (simpo.gamma). No reference model.",
     "simpo.gamma=1.0",
 )
 _training_command(
     "cpo",
-    "Preference fine-tuning by log-probs and likelihood (CPO).\n\nThe chosen answer is to be likelier than the "
-    "rejected one, and is imitated as well (cpo.alpha). No reference model.",
+    "Preference fine-tuning by log-probs and likelihood (CPO).\n\nMakes the chosen answer likelier than the "
+    "rejected one, and imitates it as well (cpo.alpha). No reference model.",
     "cpo.alpha=0.5",
 )
 _training_command(
     "dpo",
-    "Preference fine-tuning by log-ratios to the start (DPO).\n\nThe chosen answer is to gain on the rejected one, "
-    "beside the model as it was at the start. dpo.reference: cached computes that one once a row.",
+    "Preference fine-tuning with a reference model (DPO).\n\nMakes the chosen answer gain on the rejected one, "
+    "compared with the model at the start. With dpo.reference=cached that model scores each row once.",
     "dpo.reference=cached",
 )
 
@@ -193,9 +193,7 @@ _training_command(
 def plan_segments(
     recipe: RecipeFile = None,
     model: Annotated[str | None, typer.Option(help="Hub id or directory, instead of the recipe's.")] = None,
-    seq: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a row; the recipe's max_seq_length otherwise.")
-    ] = None,
+    seq: Annotated[int | None, typer.Option(min=2, help="Tokens of a row; else the recipe's longest row.")] = None,
     budget: Annotated[
         str | None, typer.Option(help="Memory to stay within, e.g. 24GB; else what the device recommends.")
     ] = None,
@@ -203,7 +201,7 @@ def plan_segments(
         str | None, typer.Option(help="Plan for another machine: mac-24gb, mac-64gb, ..., h200 or cpu.")
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Load the model and time one step of each option.")
+        bool, typer.Option("--measure", help="Load the model and compare the plan with one real step.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     set_: Set = None,
@@ -269,7 +267,8 @@ def check(
 def verify_grads(recipe: RecipeFile = None, set_: Set = None, debug: Debug = False) -> int:
     """Compare segmented with full gradients.
 
-    On a short row of your own data, module by module. Exit code 1: they differ.
+    On a short row of your data, module by module, and on a row as long as the
+    longest. Exit code 1: they differ.
     """
     loaded = _load(recipe, set_, "verify-grads")
     _prepare(exact=True)
@@ -299,17 +298,17 @@ def export(
     ],
     out: Annotated[Path, typer.Option("--out", help="What to write: a directory, or a GGUF file.", show_default=False)],
     model: Annotated[
-        str | None, typer.Option("--model", help="The base model, where the adapter's own name for it leads nowhere.")
+        str | None, typer.Option("--model", help="The base model, if it isn't where the adapter says.")
     ] = None,
     quantize: Annotated[
         Quantisation | None,
-        typer.Option("--quantize", help="A merged model's weights; base: as the base model's. Else they are dense."),
+        typer.Option("--quantize", help="Quantises the merged model; base: as the base model is. Else it is dense."),
     ] = None,
     converter: Annotated[
-        Path | None, typer.Option("--converter", help="Of gguf-model: llama.cpp's convert_hf_to_gguf.py.")
+        Path | None, typer.Option("--converter", help="For gguf-model: the path of llama.cpp's convert_hf_to_gguf.py.")
     ] = None,
     from_: Annotated[
-        str | None, typer.Option("--from", help="Of ollama: the base model in Ollama, or as a GGUF file.")
+        str | None, typer.Option("--from", help="For ollama: the base model's name in Ollama, or a GGUF file.")
     ] = None,
     debug: Debug = False,
 ) -> int:
@@ -378,9 +377,9 @@ def evaluate(
     ] = None,
     base: Annotated[
         bool,
-        typer.Option("--base", help="Beside it, the model without it, and with lora.init_from's."),
+        typer.Option("--base", help="Also the model without the adapter, and with the one of lora.init_from."),
     ] = False,
-    last: Annotated[bool, typer.Option("--last", help="The last adapter, not the best one.")] = False,
+    last: Annotated[bool, typer.Option("--last", help="The last adapter instead of the best one.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Debug = False,
 ) -> int:
@@ -543,6 +542,7 @@ def _explained(error: Exception) -> tuple[int, str]:
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "segtrain"
         message = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]
+        message = message.replace("Value error, ", "")
         return MISUSED, f"{message}; see {where} --help"
     if isinstance(error, UserError):
         return MISUSED, str(error)

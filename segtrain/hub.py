@@ -26,11 +26,16 @@ def hub() -> Iterator[str]:
         constants.HF_HUB_OFFLINE = before
 
 
-def advice(name: str, reason: str) -> str:
-    """What to say where `name` isn't a local path, isn't in the cache and can't be fetched."""
+def advice(name: str, reason: str, *, dataset: bool = False) -> str:
+    """What to say where `name` isn't a local path, isn't in the cache and can't be fetched.
+
+    A data set that `hf download` keeps in its cache isn't found there without network, one in a directory is.
+    """
+    if dataset:
+        name = f"--repo-type dataset {name} --local-dir DIR"
     return (
-        f"the hub can't be reached ({reason}) and its cache has no copy of {name}; give a local path, or fetch it once "
-        "where there is network (`hf download`)"
+        f"it isn't in the hub's cache, and the hub can't be reached ({reason}); give a local path, or fetch it once "
+        f"where there is network (`hf download {name}`)"
     )
 
 

@@ -213,7 +213,7 @@ def test_debug_shows_the_traceback(
         ("export run --out d", "Missing option '--format'"),
         (
             "export run --out d --format onnx",
-            "'onnx' is not one of 'peft', 'mlx', 'merged', 'gguf', 'gguf-model', 'ollama'",
+            "Invalid value for '--format': 'onnx' is not one of 'peft', 'mlx', 'merged', 'gguf'",
         ),
         ("export", "Missing argument 'RUN'"),
         ("report nowhere", "is no run directory"),

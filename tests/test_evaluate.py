@@ -167,7 +167,7 @@ def test_the_table_and_the_last_adapter(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("none", "data.test is empty, and there are none beside data.train: name a file"),
+        ("none", "there is no test file beside data.train; give rows with --data FILE"),
         ("file", "no such file"),
         ("rank", "doesn't fit the run's recipe"),
         ("checkpoints", "holds no checkpoint"),

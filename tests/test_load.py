@@ -149,7 +149,7 @@ def test_weights_of_another_model(directory: Path):
 
 def test_an_unknown_model_type(directory: Path):
     change(directory, model_type="lama")
-    refused(directory, "knows no model_type lama. Supported: ")
+    refused(directory, "knows no model_type lama (the nearest is llama)")
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch, directory: Path):

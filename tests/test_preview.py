@@ -121,6 +121,12 @@ def test_another_machine_is_planned_for(model: Path, device: str, words: str, gi
     assert "told otherwise" in preview(None, model=str(model), seq=256, budget="9GB", device=device).planned_for
 
 
+@pytest.mark.parametrize("device", ["mac", "mac-0gb", "h100"])
+def test_a_device_that_is_not_known(model: Path, device: str) -> None:
+    with pytest.raises(UserError, match="give cpu, h200 or mac-24gb"):
+        preview(None, model=str(model), seq=256, device=device)
+
+
 def test_what_runs_measured_here_is_shown_beside_the_estimate(
     model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -127,6 +127,13 @@ def test_files_that_are_no_recipe(tmp_path: Path, text: bytes, message: str) -> 
     assert message in refusal(tmp_path, text)
 
 
+def test_data_given_as_the_recipe(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one"}\n{"text": "two"}\n')
+    with pytest.raises(UserError, match=r"rows.jsonl holds data; name it as data.train"):
+        load_recipe(rows)
+
+
 def test_a_small_file_that_unfolds_to_a_large_one(tmp_path: Path) -> None:
     """Nine anchors of nine aliases each stand for 9^9 nodes."""
     lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
@@ -136,7 +143,7 @@ def test_a_small_file_that_unfolds_to_a_large_one(tmp_path: Path) -> None:
 def test_missing_file_and_directory(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="doesn't exist; `segtrain init`"):
         load_recipe(tmp_path / "none.yaml")
-    with pytest.raises(UserError, match="can't be read"):
+    with pytest.raises(UserError, match="is a directory; give a YAML file"):
         load_recipe(tmp_path)
 
 

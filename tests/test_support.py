@@ -58,16 +58,14 @@ def test_rows():
         ({}, "names no model_type"),
         ({"model_type": 3}, "names no model_type"),
         ({"model_type": "bitnet"}, "bitnet can't be trained: its linear layers hold packed ternary weights"),
-        ({"model_type": "lama"}, "knows no model_type lama. Supported: afmoe"),
+        ({"model_type": "lama"}, "knows no model_type lama (the nearest is llama); `segtrain models`"),
         ({"model_type": "../../evil"}, "knows no model_type ../../evil"),
         ({"model_type": "os.path"}, "knows no model_type os.path"),
     ],
 )
 def test_refused_by_name(config: dict, message: str):
-    with pytest.raises(UserError, match=re.escape(message)) as error:
+    with pytest.raises(UserError, match=re.escape(message)):
         support.refuse(config)
-    if config.get("model_type") == "lama":
-        assert "qwen3_moe" in str(error.value)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma4", "lfm2-vl"])

@@ -197,7 +197,8 @@ def _loaded(name: str, subset: str | None, streaming: bool, unreachable: str) ->
         return datasets.load_dataset(name, subset, streaming=streaming)
     except (OSError, ValueError, RuntimeError) as error:
         if unreachable:
-            raise UserError(f"{name}: no such file or directory, and {advice(name, unreachable)}") from None
+            why = advice(name, unreachable, dataset=True)
+            raise UserError(f"{name}: there is no such file or directory, {why}") from None
         config = f" with subset {subset}" if subset else ""
         raise UserError(
             f"{name}: no such file or directory, and no hub data set{config} could be loaded: {reason(error)}"

@@ -236,7 +236,11 @@ def open_fixed(
     opening = _Opening(recipe, pairs, tokenizer)
     rows = opening.fixed(part, None)
     if rows is None:
-        raise UserError(f"data.{part} is empty, and there are none beside data.train: name a file")
+        valid = recipe.data.valid[0].path if part == "test" and recipe.data.valid else ""
+        instead = f", such as the validation rows: --data {valid}" if valid else ""
+        raise UserError(
+            f"data.{part} isn't set, and there is no {part} file beside data.train; give rows with --data FILE{instead}"
+        )
     return rows, opening.fixed_longest, opening.notices
 
 

@@ -170,7 +170,7 @@ class Reader:
             )
         if self.pairs is False and form.format == "preference":
             raise UserError(
-                f"{origin}: this is a preference row; train with a command for pairs (`segtrain --help` lists them), "
+                f"{origin}: this is a preference row; train with `segtrain orpo`, `simpo`, `cpo` or `dpo`, "
                 "or learn one response of it with data.columns: {completion: chosen}"
             )
         self.form, self.first = form, origin

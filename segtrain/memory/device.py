@@ -48,7 +48,7 @@ def device(name: str | None, longest: int = 0) -> Device:
     if name == "h200":
         buffers = CUDA_BUFFERS if longest > SHORT_ROWS else {}
         return Device("one NVIDIA H200", with_buffers(BACKENDS["cuda"], buffers), int(MARGIN * H200))
-    if mac := re.fullmatch(r"mac-(\d{1,4})gb", name.lower()):
+    if mac := re.fullmatch(r"mac-([1-9]\d{0,3})gb", name.lower()):
         recommended = metal_recommended(int(mac[1]) << 30)
         return Device(f"a Mac with {mac[1]} GB", BACKENDS["metal"], int(MARGIN * recommended))
     raise UserError(f"there is no device {name!r}; give {NAMES}, or leave it out for this machine")

@@ -79,8 +79,8 @@ def _fetched(name: str, file: str) -> Path:
         except HFValidationError as error:
             raise UserError(f"model: there is no directory {name}, and it isn't a hub id (owner/name)") from error
         except Exception as error:  # no network, gated, missing: the hub client's errors have no common base
-            why = advice(name, unreachable) if unreachable else f"{file} could not be fetched ({reason(error)})"
-            raise UserError(f"model: there is no directory {name}, and {why}") from error
+            why = advice(name, unreachable) if unreachable else f"and {file} could not be fetched ({reason(error)})"
+            raise UserError(f"model: there is no directory {name}, {why}") from error
 
 
 def _indexed_bytes(index: dict[str, Any]) -> int | None:

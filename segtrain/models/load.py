@@ -126,7 +126,7 @@ def _snapshot(name: str, patterns: Sequence[str], unreachable: str) -> Path:
         raise UserError(f"model: there is no directory {name}, and the hub has no such model") from error
     except Exception as error:  # no network, a proxy, a timeout: the hub client's errors have no common base
         if unreachable:
-            raise UserError(f"model: there is no directory {name}, and {advice(name, unreachable)}") from error
+            raise UserError(f"model: there is no directory {name}, {advice(name, unreachable)}") from error
         raise UserError(
             f"model: there is no directory {name}, and it could not be fetched from the hub ({reason(error)})"
         ) from error

@@ -4,6 +4,7 @@ A `model_type` (from `config.json`) names a model file, or is another name for o
 anything is loaded, so it imports neither mlx nor mlx-lm.
 """
 
+import difflib
 import importlib.metadata
 import importlib.util
 import re
@@ -21,7 +22,7 @@ LEARNT = "positions are learnt, one for each row"
 SPARSE = "its sparse attention works on [T, T] arrays"
 CHUNKED = "its chunked attention works on [T, T] arrays"
 DYNAMIC = "with dynamic rope scaling, pairs run as two streams"
-TEXT = "the text part"
+TEXT = "only its text part is trained"
 QUADRATIC = "attention memory grows with the square of the row"
 
 
@@ -240,9 +241,13 @@ def refuse(config: Mapping[str, Any]) -> None:
         raise UserError("config.json names no model_type, so mlx-lm can't tell which model this is")
     name = model_file(model_type)
     if name in REFUSED:
-        raise UserError(f"model_type {model_type} can't be trained: {REFUSED[name]}. {_choices()}")
+        raise UserError(
+            f"model_type {model_type} can't be trained: {REFUSED[name]}; `segtrain models` lists those that can"
+        )
     if "model_file" not in config and not _exists(name):
-        raise UserError(f"mlx-lm knows no model_type {model_type}. {_choices()}")
+        raise UserError(
+            f"mlx-lm knows no model_type {model_type}{_near(model_type)}; `segtrain models` lists those that train"
+        )
 
 
 def as_markdown() -> str:
@@ -287,8 +292,9 @@ def _cells(row: Row) -> list[str]:
     return [f"`{row.model_type}`", *("-" if mark is None else "yes" if mark else "no" for mark in marks), row.notes]
 
 
-def _choices() -> str:
-    return "Supported: " + ", ".join(row.model_type for row in table() if row.sft)
+def _near(model_type: str) -> str:
+    near = difflib.get_close_matches(model_type, [row.model_type for row in table() if row.sft], n=1)
+    return f" (the nearest is {near[0]})" if near else ""
 
 
 def _exists(name: str) -> bool:

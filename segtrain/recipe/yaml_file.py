@@ -165,10 +165,14 @@ def _paired(text: str) -> str:
 
 
 def _text(path: Path) -> str:
+    if path.suffix in (".jsonl", ".parquet"):
+        raise UserError(f"{path} holds data; name it as data.train in a recipe (`segtrain init` writes one)")
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"recipe {path} doesn't exist; `segtrain init` writes one to start from") from None
+    except IsADirectoryError:
+        raise UserError(f"recipe {path} is a directory; give a YAML file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} isn't UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except (OSError, ValueError) as error:

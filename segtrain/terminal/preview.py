@@ -118,9 +118,9 @@ def _legend(phases: list[str], marks: str, width: int) -> list[str]:
 
 def _notes(options: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     """What the columns mean."""
-    texts = ["time: of full backward, by count of operations"]
+    texts = ["time: relative to full backward, counted in operations"]
     if any(option.get("seconds") for option in options):
-        texts = ["time: seconds of a row as earlier runs here took them (s), or of full backward (x)"]
+        texts = ["time: seconds a row as measured in earlier runs here (s), or relative to full backward (x)"]
     if any(option.get("estimated_gib") for option in options):
         texts.append("peak: the estimate, corrected by what earlier runs of this model measured here")
     if set(_differing(options)) - {"keep"}:
