@@ -32,6 +32,7 @@ import plan_accuracy_gpu
 
 MIB = 2**20
 OUT = Path(__file__).parent / "results" / "plan_accuracy.jsonl"
+GPU_OUT = OUT.with_name("plan_accuracy_gpu.jsonl")
 COMMON = {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_theta": 10000.0}
 SLIDING, FULL = "sliding_attention", "full_attention"
 DELTA = {
@@ -412,6 +413,8 @@ def main() -> None:
     if args.child:
         print(json.dumps(measure(json.loads(args.child))))
         return
+    if args.set == "gpu":  # a file of its own
+        args.out, args.compare = (GPU_OUT if path == OUT else path for path in (args.out, args.compare))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.set == "gpu" and args.compare:
         plan_accuracy_gpu.compare(args.compare)
