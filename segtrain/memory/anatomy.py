@@ -349,11 +349,14 @@ def _linear(path: str, module: nn.Module, chosen: int, tokenwise: bool) -> Linea
 
 
 def _passes(graph: Callable[[int], Graph], queue: Queue) -> Pass:
-    graphs = [graph(rows) for rows in LENGTHS]
-    pairs = any(buffer.shape[-2:] == (LENGTHS[-1],) * 2 for buffer in graphs[-1].buffers if buffer.maker >= 0)
+    few, middle, many = LENGTHS
+    made = graph(middle)
+    pairs = any(buffer.shape[-2:] == (middle, middle) for buffer in made.buffers if buffer.maker >= 0)
+    graphs = {few: graph(few)} if pairs else {}
+    graphs |= {middle: made, many: graph(many)}
 
     def line(value: Callable[[Graph], float]) -> Line:
-        return _line([value(g) for g in graphs], pairs)
+        return _line({rows: value(g) for rows, g in graphs.items()})
 
     return Pass(
         line(lambda g: g.residual),
@@ -370,12 +373,13 @@ def _products(linears: Sequence[Linear], size: int) -> Pass:
     return Pass(left, left, made, made)
 
 
-def _line(values: Sequence[float], pairs: bool) -> Line:
-    """Through the values at `LENGTHS`; without `pairs` through the last two."""
-    (a, b, c), (x, y, z) = values, LENGTHS
+def _line(values: Mapping[int, float]) -> Line:
+    """Through two lengths' values, or with a square through three."""
+    *first, (y, b), (z, c) = values.items()
     slope = (c - b) / (z - y)
-    if not pairs:
+    if not first:
         return Line(c - slope * z, slope)
+    ((x, a),) = first
     square = (slope - (b - a) / (y - x)) / (z - x)
     each = slope - square * (y + z)
     return Line(c - each * z - square * z * z, each, square)
