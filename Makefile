@@ -31,7 +31,7 @@ doctor: setup
 	$(BIN)/segtrain doctor
 
 nightly: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile nightly
 
 # Needs torch, which is large, and for the screenshot a Chromium on the path.
 optional: setup

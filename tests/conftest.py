@@ -17,7 +17,8 @@ prepare(os.environ, longest=LONG, exact=True)  # before anything imports mlx, an
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="segtrain-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
-settings.register_profile("segtrain", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("segtrain", deadline=None, derandomize=True, print_blob=True, max_examples=30)
+settings.register_profile("nightly", settings.get_profile("segtrain"), max_examples=200)  # `make nightly` asks for it
 settings.load_profile("segtrain")
 
 

@@ -415,7 +415,7 @@ def parses_or_says_why(line: bytes) -> None:
     assert isinstance(outcome, dict) or str(outcome).startswith("x:1: ")
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(any_bytes | near_json)
 def test_no_bytes_crash_the_parser(line):
     parses_or_says_why(line)
@@ -459,7 +459,7 @@ def home(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(row=rows_of_anything, loss=losses)
 def test_no_row_crashes(home, row, loss):
     gives_a_row_or_says_why(home, row, loss)

@@ -227,7 +227,7 @@ def check_graft(shape: Shape, messages: list[dict], text: str, targets: list[str
     assert messages[turn]["content"].strip() in target
 
 
-drawn = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+drawn = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 
 
 @drawn
