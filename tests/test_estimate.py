@@ -278,14 +278,16 @@ print(mx.get_peak_memory())
 """
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_a_measured_step(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "tokens"), [(4, 256), *(pytest.param(size, 512, marks=pytest.mark.slow) for size in (1, 4))]
+)
+def test_a_measured_step(size: int, tokens: int) -> None:
     """One real step on CPU; the full comparison is `benchmarks/plan_accuracy.py`."""
     config = {**LLAMA, "hidden_size": 256, "intermediate_size": 768, "vocab_size": 2000, "rms_norm_eps": 1e-5}
-    command = [sys.executable, "-c", MEASURE, json.dumps([config, size, 256])]
+    command = [sys.executable, "-c", MEASURE, json.dumps([config, size, tokens])]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     estimator = Estimator(shapes_of(config), CPU, optimizer="adafactor")  # no optimiser has run
-    predicted = estimator.peak(rows.sft(257), Plan("segmented", segment_size=size, head_chunk=64)).bytes
+    predicted = estimator.peak(rows.sft(tokens + 1), Plan("segmented", segment_size=size, head_chunk=64)).bytes
     assert predicted == pytest.approx(int(done.stdout.splitlines()[-1]), rel=0.05)
     assert predicted > 2 * estimator.fixed  # the control: it is not the model that was compared
 

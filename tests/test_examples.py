@@ -262,10 +262,13 @@ def evaluations(directory: Path) -> tuple[dict, dict]:
     return before, after
 
 
+@pytest.mark.parametrize(
+    ("steps", "rows", "rate"), [(4, 2, "6e-3"), pytest.param(6, 3, "2e-3", marks=pytest.mark.slow)]
+)
 @pytest.mark.usefixtures("at_root")
-def test_preferences_are_learnt(tmp_path: Path) -> None:
-    changes = ("train.learning_rate=6e-3", "train.warmup_ratio=0.0", "output.eval_every=100", "eval.rows=6")
-    run("orpo", "examples/orpo.yaml", *short(tmp_path / "run", 4, 2), *changed(*changes))
+def test_preferences_are_learnt(tmp_path: Path, steps: int, rows: int, rate: str) -> None:
+    changes = (f"train.learning_rate={rate}", "train.warmup_ratio=0.0", "output.eval_every=100", f"eval.rows={steps}")
+    run("orpo", "examples/orpo.yaml", *short(tmp_path / "run", steps, rows), *changed(*changes))
     before, after = evaluations(tmp_path / "run")
     assert after["loss"] < 0.8 * before["loss"]
     assert after["log_odds"] > before["log_odds"] + 0.5

@@ -381,7 +381,7 @@ def test_exceptions_make_no_square_arrays(name: str):
     assert not [mask for mask in masks if isinstance(mask, mx.array)]
 
 
-# By day each bits with models of its own kinds, and one mixture of experts, on fewer rows; test_gradients.py has others.
+# By day each bits with models of its own kinds, and one mixture of experts, on fewer rows; others in test_gradients.py.
 QUICK = {0: {"granite", "qwen3_moe"}, 4: {"gemma3_text", "lfm2"}}
 HALF = [
     pytest.param(bits, name, marks=() if name in QUICK[bits] else pytest.mark.slow)

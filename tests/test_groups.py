@@ -84,6 +84,7 @@ ONE_AFTER_THE_OTHER = [
     *product(["llama"], ["segmented", "segmented, compiled", "full", "full, compiled", "segmented, chunks"]),
     *product(OTHERS, ["segmented"]),
     *(pytest.param(name, "full", marks=pytest.mark.slow) for name in OTHERS),  # mlx-lm's own attention sees no groups
+    *(pytest.param("llama", f"{kind}, twice", marks=pytest.mark.slow) for kind in ("segmented", "full")),
 ]
 
 
@@ -91,12 +92,12 @@ ONE_AFTER_THE_OTHER = [
 def test_one_after_the_other(name: str, kind: str):
     """Prompts of three lengths, shared ones and one that isn't; a second group of other lengths by the same graphs.
 
-    Where nothing is compiled no graph is used twice.
+    Where nothing is compiled no graph is used twice, so the second group runs at night.
     """
     check(backward(name, kind, objectives.sft), sft_rows(), ragged)
     pairs = [*pair_rows(shared_prefix, (3, 6, 4)), pair_rows()[1]]
     by = backward(name, kind, objectives.orpo())
-    for rows in (pairs, pairs[1:][::-1]) if "compiled" in kind else (pairs,):
+    for rows in (pairs, pairs[1:][::-1]) if "compiled" in kind or "twice" in kind else (pairs,):
         check(by, rows, ragged)
 
 

@@ -144,7 +144,9 @@ LONG_PROMPT = (70, 5, 9)
 SHARING = "window, shared K/V (gemma4)"
 BY_DAY = {"llama3 rope", "yarn rope", "longrope", "window (gemma3)", "window (mistral)", SHARING}
 ROPES_AND_WINDOWS = [
-    pytest.param(name, lengths, marks=() if name in (BY_DAY if lengths == LONG_PROMPT else {SHARING}) else pytest.mark.slow)
+    pytest.param(
+        name, lengths, marks=() if name in (BY_DAY if lengths == LONG_PROMPT else {SHARING}) else pytest.mark.slow
+    )
     for name in sorted({*MODELS} - {"default rope"})
     for lengths in ((1, 1, 1), LONG_PROMPT, (6, 30, 17))
 ]

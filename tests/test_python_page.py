@@ -15,14 +15,16 @@ PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.parametrize("rows", ["1", pytest.param(r"\g<0>", marks=pytest.mark.slow, id="as it stands")])
 def test_the_blocks_of_the_page_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """By day with one row an update instead of the recipe's."""
     tiny_run.examples(tmp_path / "examples")
     (tmp_path / "configs").mkdir()
     demo = (ROOT / "configs/demo.yaml").read_text(encoding="utf-8")
-    one_row = re.sub(r"(?<=grad_accumulation_steps: )\d+", "1", demo)
-    (tmp_path / "configs/demo.yaml").write_text(one_row, encoding="utf-8")
+    accumulated = re.sub(r"(?<=grad_accumulation_steps: )\d+", rows, demo)
+    (tmp_path / "configs/demo.yaml").write_text(accumulated, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     known: dict[str, Any] = {"__name__": "__main__"}
     for block in BLOCKS:
