@@ -362,11 +362,16 @@ def compare(path: Path) -> None:
             corrected = f"{after[-1]:+7.1%}"
         case = (line["family"], line["dtype"], line["row"], line["engine"])
         print(f"{guess / real - 1:+7.1%} {corrected:7} {guess:8.1f} {real:8.1f}", *case)
-    for name, errors in (("", [guess / real - 1 for _, real, guess in points]), (" after one step", after)):
-        sizes = [*map(abs, errors)] or [0.0]
-        print(f"{len(errors)} cases{name}: median {median(sizes):.1%}, worst {max(sizes):.1%}")
+    summarise("", [guess / real - 1 for _, real, guess in points])
+    if after:
+        summarise(" after one step", after)
     if path == OUT:
         draw(points, Path(__file__).parents[1] / "docs" / "plan_accuracy.svg")
+
+
+def summarise(name: str, errors: list[float]) -> None:
+    sizes = [*map(abs, errors)]
+    print(f"{len(sizes)} cases{name}: median {median(sizes):.1%}, worst {max(sizes):.1%}")
 
 
 def environment() -> dict[str, str]:

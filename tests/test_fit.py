@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 
 from segtrain.memory import fitted
+from segtrain.memory.backends import BACKENDS
+from segtrain.memory.estimate import Estimator
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,3 +53,18 @@ def test_a_new_fit_gives_the_committed_table(fit: ModuleType, monkeypatch: pytes
         assert fit.main() == 0
     finally:
         fit.use(kept)
+
+
+def test_a_step_corrects_the_estimate_for_a_longer_row(fit: ModuleType) -> None:
+    """Both rows take 1.5 times of what is estimated above the model, as a step on the shorter one shows."""
+    accuracy = fit.plan_accuracy
+    case = {"family": "llama", "dtype": "float32", "engine": {"segment_size": 1}}
+    shorter, short, long = ({**case, "row": accuracy.sft(length)} for length in (128, 256, 512))
+    other = {**short, "engine": {"segment_size": 2}}
+    fixed = Estimator(accuracy.shapes_of("llama", "float32"), BACKENDS["cpu"]).fixed / accuracy.MIB
+    for line in (short, long):
+        line["measured_mb"] = fixed + 1.5 * (accuracy.predicted(line) - fixed)
+    assert accuracy.step_before(long, [shorter, short, long, other]) == short
+    assert accuracy.step_before(shorter, [shorter, short, long, other]) is None
+    assert accuracy.predicted(long, short) == pytest.approx(long["measured_mb"], rel=0.02)
+    assert accuracy.predicted(long) < 0.9 * long["measured_mb"]  # the control
