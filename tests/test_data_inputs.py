@@ -389,7 +389,7 @@ def test_several_sources_and_a_mix(tmp_path):
 
 
 def test_rows_must_suit_the_loss():
-    with pytest.raises(UserError, match=r"pair.jsonl:1: this is a preference row; train with `segtrain orpo`"):
+    with pytest.raises(UserError, match=r"pair.jsonl:1: this is a preference row; train with a preference command"):
         opened("pair.jsonl")
     assert [learnt(row) for row in rows(opened("pair.jsonl", columns={"completion": "chosen"}))] == ["yes" + END]
     with pytest.raises(

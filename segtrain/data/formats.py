@@ -170,7 +170,7 @@ class Reader:
             )
         if self.pairs is False and form.format == "preference":
             raise UserError(
-                f"{origin}: this is a preference row; train with `segtrain orpo`, `simpo`, `cpo` or `dpo`, "
+                f"{origin}: this is a preference row; train with a preference command (`segtrain --help`), "
                 "or learn one response of it with data.columns: {completion: chosen}"
             )
         self.form, self.first = form, origin
