@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from data_toys import FILES, byte_level, recipe
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from segtrain.data import Data, PreferenceRow, open_data
@@ -417,6 +417,8 @@ def parses_or_says_why(line: bytes) -> None:
 
 @settings(max_examples=100)
 @given(any_bytes | near_json)
+@example(b"7")
+@example(b'"text"')
 def test_no_bytes_crash_the_parser(line):
     parses_or_says_why(line)
 

@@ -246,7 +246,15 @@ def test_a_large_set_is_sampled_and_says_so(tmp_path):
     assert data.counts["longest"] == 6
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "chat parquet", "two files", "over the limit"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "jsonl",
+        "chat parquet",
+        "over the limit",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("parquet", "two files")),
+    ],
+)
 def test_the_longest_row_of_a_sampled_set_is_known(tmp_path, kind):
     """It stands at a line that no sample of 500 of 3,000 rows need draw; here it isn't drawn."""
     texts = ["xy" * 3] * 3000

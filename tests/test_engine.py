@@ -164,7 +164,7 @@ def test_evaluation_is_the_steps_loss_without_dropout():
         assert backward.step(tiny.row()).loss.total.item() == quiet
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma4_text"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma4_text"])
 @pytest.mark.parametrize("options", [{}, {"keep": 3}, {"boundaries": 3}], ids=str)
 @pytest.mark.parametrize("after", [0, 4, 6])
 def test_a_failing_step_leaves_nothing_behind(family: str, options: dict, after: int, monkeypatch):

@@ -126,16 +126,28 @@ def damaged(run: Path, step: int, name: str) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", ["adapters.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
-    folder: Path, whole: dict[str, object], name: str
-) -> None:
-    path = recipe_file(folder, folder / f"damaged {name}" / "run")
-    run = folder / f"damaged {name}" / "run"
-    events = Trainer(load_recipe(path)).events()
-    while not checkpoint.directory(run, 5).exists():
+def left_at(run: Path, step: int) -> None:
+    """The run stopped after this step's checkpoint."""
+    events = Trainer(load_recipe(recipe_file(run.parents[1], run))).events()
+    while not checkpoint.directory(run, step).exists():
         next(events)
     events.close()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def stopped(folder: Path) -> Path:
+    run = folder / "stopped" / "run"
+    left_at(run, 5)
+    return run
+
+
+@pytest.mark.parametrize("name", ["adapters.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
+    folder: Path, whole: dict[str, object], stopped: Path, name: str
+) -> None:
+    run = folder / f"damaged {name}" / "run"
+    path = recipe_file(folder, run)
+    shutil.copytree(stopped, run, symlinks=True)
     damaged(run, 5, name)
     result, notices = trained(path, resume=True)
     assert any("skipped" in text and "step-0000005" in text for text in notices)
@@ -144,12 +156,9 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
 
 def test_all_checkpoints_damaged(folder: Path, whole: dict[str, object]) -> None:
     """The run isn't begun anew in its place: its adapter may be the last good thing of it. The advice works."""
-    path = recipe_file(folder, folder / "all damaged" / "run")
     run = folder / "all damaged" / "run"
-    events = Trainer(load_recipe(path)).events()
-    while not checkpoint.directory(run, 2).exists():
-        next(events)
-    events.close()  # type: ignore[attr-defined]
+    path = recipe_file(folder, run)
+    left_at(run, 2)
     for step in checkpoint.steps(run):
         damaged(run, step, "state.json")
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
@@ -200,11 +209,13 @@ def restarted(events: Iterator[Event], recipe: Recipe) -> Iterator[Event]:
 
 
 @pytest.mark.parametrize("part", ["progress", "data", "run"])
+@pytest.mark.usefixtures("whole")
 def test_a_state_of_another_kind_is_one_message(folder: Path, part: str) -> None:
     """A checkpoint whose hash is right but whose state isn't this version's."""
-    path = recipe_file(folder, folder / f"odd {part}" / "run")
-    trained(path)
-    state = checkpoint.directory(folder / f"odd {part}" / "run", STEPS) / "state.json"
+    run = folder / f"odd {part}" / "run"
+    path = recipe_file(folder, run)
+    shutil.copytree(folder / "whole" / "sft", run, symlinks=True)
+    state = checkpoint.directory(run, STEPS) / "state.json"
     manifest = json.loads(state.read_text())
     del manifest["sha256"], manifest["state"][part]
     state.write_text(json.dumps({**manifest, "sha256": checkpoint._hash(manifest)}))
