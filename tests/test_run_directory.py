@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -497,6 +498,17 @@ def test_best_is_a_relative_link_that_moves_with_the_run(tmp_path: Path) -> None
     assert best(tmp_path / "b") == tmp_path / "b/checkpoints/step-0000002"
     checkpoint.prune(tmp_path / "b", 1, best=2)
     assert (tmp_path / "b/best/adapters.safetensors").exists()
+
+
+def test_best_is_marked_again_in_a_copy_that_followed_links(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "a") as run:
+        run.set_best(checkpoint_at(run.path, 1))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with RunDirectory(tmp_path / "b", resume=True) as run:
+        for step in (1, 2):
+            run.set_best(checkpoint_at(run.path, step))
+    assert os.readlink(tmp_path / "b/best") == "checkpoints/step-0000002"
+    assert (tmp_path / "b/best-1/adapters.safetensors").exists()
 
 
 def test_best_is_a_text_file_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

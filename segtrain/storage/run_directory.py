@@ -12,6 +12,7 @@ import math
 import os
 import socket
 from collections.abc import Iterable, Mapping
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -266,17 +267,22 @@ class RunDirectory:
             raise checkpoint.failed(f"{RECIPE} could not be written", error) from error
 
     def set_best(self, path: Path) -> None:
-        """Point `best` at a checkpoint of this run: a relative link, or a file with the path where links fail."""
-        target = os.path.relpath(path, self.path)
-        link = unfinished(self.path / BEST)
+        """Point `best` at a checkpoint of this run: a relative link, or a file with the path where links fail.
+
+        A directory of that name, as a copy of the run has it that followed links, is kept as `best-1` or the like.
+        """
+        target, mark = os.path.relpath(path, self.path), self.path / BEST
+        link = unfinished(mark)
         try:
+            if mark.is_dir() and not mark.is_symlink():
+                mark.rename(next(name for n in count(1) if not (name := self.path / f"{BEST}-{n}").exists()))
             link.unlink(missing_ok=True)
             try:
                 os.symlink(target, link)
             except (OSError, NotImplementedError):
-                replace_text(self.path / BEST, target + "\n")
+                replace_text(mark, target + "\n")
             else:
-                os.replace(link, self.path / BEST)
+                os.replace(link, mark)
         except OSError as error:
             raise checkpoint.failed("the mark of the best checkpoint could not be written", error) from error
 
