@@ -506,7 +506,7 @@ class FullBackward:
     """Reverse-mode autodiff over the model's own forward pass, all activations and logits of a row live at once.
 
     `compiled`: one graph for all rows whose streams have the same lengths; scored rows are padded to a multiple of
-    `PADDED_ROWS`.
+    `PADDED_ROWS`, or where they are most rows of their stream, all are scored.
     """
 
     def __init__(

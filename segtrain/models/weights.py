@@ -6,7 +6,8 @@ again from that place whenever the layer runs. Between two uses the layer holds 
 dtype but no memory.
 
 While one range runs, threads read the next one that `expect` announced. So two ranges are in memory at a time, and one
-more for each that runs ahead. Reads go straight into the arrays' memory (`models.room`): nothing is copied.
+more for each that runs ahead. Reads go straight into the arrays' memory, on CUDA through pinned memory of the host
+(`models.room`).
 
 Outside the layers the large arrays are those of the ends (`models.ends`): of token embeddings the rows that a stream
 looks up are read, and of the vocabulary's projection a block of rows at a time.
